@@ -1,0 +1,237 @@
+"""Step ABI v1 and the compiled artifacts that speak it.
+
+An artifact is one AOTInductor package. It takes a flat list of tensors in the order written here, then the KV buffers
+(K and V of layer 0, of layer 1, …), which it changes in place, and returns a flat list. AOTInductor checks nothing of
+what it is given, so `Step` does.
+
+Invariant: loading an artifact never runs a compiler and never starts a process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from yggrt.errors import ArtifactError
+
+STEP_ABI_VERSION = 1
+
+MASK_VALUE = -30000.0
+"""Additive mask of an invisible row: finite, and exp(MASK_VALUE) is 0 in every dtype."""
+
+LOG_Q_MIN = math.log(1e-4)
+"""Lowest log q the acceptance table distinguishes, at its first knot; the last knot is log q = 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """What one layer keeps in the KV cache, and how it attends to it.
+
+    num_heads:          KV heads.
+    key_dim, value_dim: elements of one head's row.
+    window:             positions a query may look back (itself included), or None for all of them.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
+def attention_windows(layouts: tuple[LayerLayout, ...]) -> tuple[int | None, ...]:
+    """The kinds of attention of a model, in the order of its masks: full attention (None) first, then each window."""
+    windows = {layout.window for layout in layouts}
+    return tuple(sorted(windows, key=lambda window: -1 if window is None else window))
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Static sizes compiled into a model's artifacts.
+
+    kv_rows:      rows of every KV buffer; extents are below it.
+    max_width:    largest W.
+    max_moves:    M, KV rows moved before a step.
+    max_nodes:    N, nodes of a tree, root included (draft pass).
+    pool_size:    P, candidates kept between passes (draft pass).
+    num_children: K, children offered by every expanded node (draft pass).
+    num_knots:    B, knots of the acceptance table (draft pass).
+    """
+
+    kv_rows: int
+    max_width: int
+    max_moves: int
+    max_nodes: int
+    pool_size: int
+    num_children: int
+    num_knots: int
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rows", "max_width", "max_moves", "max_nodes", "pool_size", "num_children", "num_knots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is accepted")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input of a step: a dtype and a size for each dimension, a number or the name of a symbolic one."""
+
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[int | str, ...]
+
+
+VERIFY_OUTPUTS = ("argmax", "gap", "hidden", "logits")
+"""argmax int64[W]; gap float32[W], best minus second-best logit; hidden [W, H]; logits [W, V]."""
+
+DRAFT_ROWS = ("tokens", "positions", "slots", "num_visible", "row_ancestors")
+"""Inputs that describe the rows to run; a pass returns those of the rows the next pass runs, under the same names."""
+
+DRAFT_STATE = (
+    "tree_tokens",
+    "tree_parents",
+    "tree_depths",
+    "tree_values",
+    "tree_ancestors",
+    "pool_values",
+    "pool_tokens",
+    "pool_parents",
+)
+"""The growth state, input and output of every pass."""
+
+
+def verify_inputs(windows: tuple[int | None, ...], limits: StepLimits, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    """Inputs of `verify` ahead of the KV buffers.
+
+    tokens, positions, slots: the W rows to run; padding rows have slot 0 and see only slot 0.
+    mask: additive, one per kind of attention; no row is fully masked.
+    move_src, move_dst: KV rows copied before the step, all read before any is written; unused entries are 0 → 0.
+    """
+    index = torch.int64
+    return (
+        TensorSpec("tokens", index, ("W",)),
+        TensorSpec("positions", index, ("W",)),
+        TensorSpec("slots", index, ("W",)),
+        *(TensorSpec(f"mask.{kind}", dtype, ("W", "S")) for kind in range(len(windows))),
+        TensorSpec("move_src", index, (limits.max_moves,)),
+        TensorSpec("move_dst", index, (limits.max_moves,)),
+    )
+
+
+def draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
+    """Inputs of a draft pass ahead of the KV buffers.
+
+    tokens, positions, slots: the W rows to run.
+    num_visible:   committed rows each of them sees (slots 1 to num_visible); 0 marks a padding row.
+    row_ancestors: tree nodes each of them sees, itself included.
+    expand_rows, expand_nodes: the R rows whose children enter the pool, and the nodes they are.
+    new_nodes:     numbers of the A nodes to add.
+    root:          position and slot of the root.
+    tree_*, pool_*: growth state: N nodes and P candidates; empty candidates have value -inf.
+    acceptance_table: log a by (rank, log q).
+    extent:        0, 1, …, S - 1: its length is the number of KV rows read.
+    """
+    index, real, truth = torch.int64, torch.float32, torch.bool
+    nodes, pool = limits.max_nodes, limits.pool_size
+    return (
+        TensorSpec("tokens", index, ("W",)),
+        TensorSpec("positions", index, ("W",)),
+        TensorSpec("slots", index, ("W",)),
+        TensorSpec("num_visible", index, ("W",)),
+        TensorSpec("row_ancestors", truth, ("W", nodes)),
+        TensorSpec("expand_rows", index, ("R",)),
+        TensorSpec("expand_nodes", index, ("R",)),
+        TensorSpec("new_nodes", index, ("A",)),
+        TensorSpec("root", index, (2,)),
+        TensorSpec("tree_tokens", index, (nodes,)),
+        TensorSpec("tree_parents", index, (nodes,)),
+        TensorSpec("tree_depths", index, (nodes,)),
+        TensorSpec("tree_values", real, (nodes,)),
+        TensorSpec("tree_ancestors", truth, (nodes, nodes)),
+        TensorSpec("pool_values", real, (pool,)),
+        TensorSpec("pool_tokens", index, (pool,)),
+        TensorSpec("pool_parents", index, (pool,)),
+        TensorSpec("acceptance_table", real, (limits.num_children, limits.num_knots)),
+        TensorSpec("extent", index, ("S",)),
+        TensorSpec("move_src", index, (limits.max_moves,)),
+        TensorSpec("move_dst", index, (limits.max_moves,)),
+    )
+
+
+RunSteps = Callable[[list[Tensor]], list[Tensor]]
+
+
+class Step:
+    """A step bound to its KV buffers: checks its inputs against the ABI, then runs.
+
+    run:     takes all tensors of the ABI, KV buffers last; a compiled artifact or, in tests, the module it came from.
+    """
+
+    def __init__(self, role: str, run: RunSteps, inputs: tuple[TensorSpec, ...], limits: StepLimits) -> None:
+        self.role = role
+        self.inputs = inputs
+        self.limits = limits
+        self._run = run
+        self._kv_buffers: tuple[Tensor, ...] = ()
+        self._bounds = {"W": limits.max_width, "S": limits.kv_rows - 1, "R": limits.max_width, "A": limits.max_width}
+
+    def bind(self, kv_buffers: tuple[Tensor, ...], layouts: tuple[LayerLayout, ...], dtype: torch.dtype) -> None:
+        """Use these KV buffers from now on: [heads, kv_rows, dim] each, K and V layer by layer."""
+        expected = [
+            (layout.num_heads, self.limits.kv_rows, dim)
+            for layout in layouts
+            for dim in (layout.key_dim, layout.value_dim)
+        ]
+        found = [tuple(buffer.shape) for buffer in kv_buffers]
+        if found != expected or any(buffer.dtype != dtype or not buffer.is_contiguous() for buffer in kv_buffers):
+            raise ArtifactError(f"{self.role}: the KV buffers do not have the layout this artifact was compiled for")
+        self._kv_buffers = kv_buffers
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """Run once. Raises ArtifactError when an input differs from the ABI in number, rank, size, dtype or layout."""
+        if len(inputs) != len(self.inputs):
+            raise ArtifactError(f"{self.role}: got {len(inputs)} inputs, takes {len(self.inputs)}")
+        symbols: dict[str, int] = {}
+        for tensor, spec in zip(inputs, self.inputs, strict=True):
+            shape = tensor.shape
+            fits = tensor.dtype == spec.dtype and len(shape) == len(spec.sizes) and tensor.is_contiguous()
+            if fits:
+                for size, wanted in zip(shape, spec.sizes, strict=True):
+                    if isinstance(wanted, str):
+                        if symbols.setdefault(wanted, size) != size or not 1 <= size <= self._bounds[wanted]:
+                            fits = False
+                    elif size != wanted:
+                        fits = False
+            if not fits:
+                raise ArtifactError(
+                    f"{self.role}: input {spec.name} is {tensor.dtype} {list(shape)}; contiguous {spec.dtype} "
+                    f"{list(spec.sizes)} is accepted, with {self._describe_bounds(symbols)}"
+                )
+        return self._run([*inputs, *self._kv_buffers])
+
+    def _describe_bounds(self, symbols: dict[str, int]) -> str:
+        return ", ".join(
+            f"{name} = {symbols[name]}" if name in symbols else f"{name} from 1 to {bound}"
+            for name, bound in self._bounds.items()
+        )
+
+
+def load_package(path: Path, device_index: int = -1) -> RunSteps:
+    """Load one AOTInductor package whose file has already been checked against the manifest.
+
+    device_index: CUDA device, -1 for the CPU.
+    Raises ArtifactError in one line when torch refuses the file.
+    """
+    loader_class = torch._C._aoti.AOTIModelPackageLoader
+    try:
+        # model name, run_single_threaded, num_runners, device_index
+        loader = loader_class(str(path), "model", False, 1, device_index)
+    except Exception as error:  # the loader raises RuntimeError subclasses and std::exception translations alike
+        first_line = (str(error).splitlines() or ["no reason given"])[0]
+        raise ArtifactError(f"{path.name} cannot be loaded: {first_line}. Rebuild the bundle on this machine.") from None
+    run: RunSteps = loader.boxed_run
+    return run

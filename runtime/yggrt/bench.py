@@ -1,0 +1,236 @@
+"""`yggrt bench`: plain against speculative decoding on a file of prompts, interleaved prompt by prompt.
+
+It also checks that both say the same: a difference is allowed only where the verifier's two best logits nearly tie
+(`NEAR_TIE`), is printed with its gap, and is a failure otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from yggrt.bundle import load
+from yggrt.engine import Engine, GenerationResult
+
+NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.0625}
+"""Largest top-2 gap at which two shapes of one step may choose differently, by dtype. Logits of size 16 to 32 lie 0.125
+apart in bfloat16, and each of the two may be off by two such steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPrompt:
+    """One prompt and the group it is reported under."""
+
+    category: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where plain and speculative first differ: index of the token and the plain run's top-2 gap there."""
+
+    prompt: int
+    token: int
+    gap: float
+    allowed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One prompt answered both ways."""
+
+    category: str
+    plain: GenerationResult
+    speculative: GenerationResult
+
+    @property
+    def speedup(self) -> float | None:
+        """Plain over speculative seconds per token; None where a run is too short to measure."""
+        if self.plain.stats.tpot_s is None or not self.speculative.stats.tpot_s:
+            return None
+        return self.plain.stats.tpot_s / self.speculative.stats.tpot_s
+
+
+def run_bench(path: Path, prompts: Path, limit: int | None, max_new_tokens: int, output: Path | None) -> int:
+    """Bench a bundle, print a table, write JSON. Returns 1 when the two ways differ beyond a near tie."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit {limit}: at least 1 is accepted")
+    if max_new_tokens < 2:
+        raise ValueError(f"max-new-tokens {max_new_tokens}: at least 2 are needed to measure a time per token")
+    chosen = spread_over_categories(read_prompts(prompts), limit)
+    engine = load(path)
+    assert engine.bundle is not None
+    dtype = engine.bundle.manifest.dtype
+    pairs: list[Pair] = []
+    differences: list[Difference] = []
+    engine.generate(chosen[0].text, max_new_tokens=8)  # warms up
+    engine.generate(chosen[0].text, max_new_tokens=8, plain=True)
+    for index, prompt in enumerate(chosen):
+        pair = _answer_both(engine, prompt, max_new_tokens, plain_first=index % 2 == 0)
+        pairs.append(pair)
+        difference = first_difference(index, pair, NEAR_TIE[dtype])
+        if difference is not None:
+            differences.append(difference)
+        _progress(index + 1, len(chosen), prompt.category, pair)
+    report = summarize(pairs, engine, differences)
+    print(format_table(report))
+    for entry in differences:
+        verdict = "near tie" if entry.allowed else "FAILURE"
+        print(f"prompt {entry.prompt}: differs from plain at token {entry.token}, top-2 gap {entry.gap:.3g} ({verdict})")
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1))
+    if any(not entry.allowed for entry in differences):
+        print(f"yggrt: speculative differs from plain beyond a near tie ({NEAR_TIE[dtype]} in {dtype})", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_prompts(path: Path) -> list[BenchPrompt]:
+    """JSON lines with "prompt", or Spec-Bench's "turns" of which the first is used. Raises ValueError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            text = entry["turns"][0] if "turns" in entry else entry["prompt"]
+            prompts.append(BenchPrompt(str(entry.get("category", "all")), str(text)))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            raise ValueError(f'{path}, line {number}: a JSON object with "prompt" or "turns" is accepted') from None
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
+    return prompts
+
+
+def spread_over_categories(prompts: Sequence[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
+    """The first `limit` prompts taken in turn from every group; Spec-Bench's eight kinds of chat count as one group."""
+    if limit is None or limit >= len(prompts):
+        return list(prompts)
+    groups: dict[str, list[BenchPrompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(group_of(prompt.category), []).append(prompt)
+    for name, members in groups.items():
+        kinds = list(dict.fromkeys(member.category for member in members))
+        if len(kinds) > 1:  # take the kinds of chat in turn
+            by_kind = [[member for member in members if member.category == kind] for kind in kinds]
+            longest = max(len(kind) for kind in by_kind)
+            groups[name] = [kind[index] for index in range(longest) for kind in by_kind if index < len(kind)]
+    taken = [
+        members[index]
+        for index in range(max(len(members) for members in groups.values()))
+        for members in groups.values()
+        if index < len(members)
+    ]
+    return taken[:limit]
+
+
+def group_of(category: str) -> str:
+    """Spec-Bench's group of a category: MT-bench's eight kinds are its multi-turn conversation."""
+    chat = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+    return "conversation" if category in chat else category
+
+
+def _answer_both(engine: Engine, prompt: BenchPrompt, max_new_tokens: int, plain_first: bool) -> Pair:
+    results: dict[bool, GenerationResult] = {}
+    for plain in (True, False) if plain_first else (False, True):
+        results[plain] = engine.generate(prompt.text, max_new_tokens=max_new_tokens, plain=plain)
+    return Pair(group_of(prompt.category), results[True], results[False])
+
+
+def first_difference(index: int, pair: Pair, near_tie: float) -> Difference | None:
+    """Where the two answers part, if they do."""
+    plain, speculative = pair.plain, pair.speculative
+    if plain.token_ids == speculative.token_ids:
+        return None
+    both = zip(plain.token_ids, speculative.token_ids, strict=False)
+    shorter = min(len(plain.token_ids), len(speculative.token_ids))
+    token = next((place for place, (one, other) in enumerate(both) if one != other), shorter)
+    gap = max(run.gaps[token] for run in (plain, speculative) if token < len(run.gaps))
+    return Difference(index, token, gap, gap <= near_tie)
+
+
+def summarize(pairs: Sequence[Pair], engine: Engine, differences: Sequence[Difference]) -> dict[str, object]:
+    """All figures of a bench as plain JSON data, overall and by category."""
+    categories = dict.fromkeys(pair.category for pair in pairs)
+    prediction = engine.bundle.plan.prediction if engine.bundle else None
+    return {
+        **_figures(pairs),
+        "predicted_tpot_s": prediction.tpot_s if prediction else None,
+        "load_s": engine.load_s,
+        "bundle_bytes": engine.bundle.num_bytes if engine.bundle else None,
+        "differences": [
+            {"prompt": d.prompt, "token": d.token, "gap": d.gap, "allowed": d.allowed} for d in differences
+        ],
+        "by_category": {name: _figures([pair for pair in pairs if pair.category == name]) for name in categories},
+    }
+
+
+def _figures(pairs: Sequence[Pair]) -> dict[str, object]:
+    speedups = sorted(pair.speedup for pair in pairs if pair.speedup is not None)
+    iterations = sum(pair.speculative.stats.iterations for pair in pairs)
+    emitted = sum(pair.speculative.stats.acceptance_length * pair.speculative.stats.iterations for pair in pairs)
+    return {
+        "prompts": len(pairs),
+        "plain": _side([pair.plain for pair in pairs]),
+        "speculative": _side([pair.speculative for pair in pairs]),
+        "speedup": median(speedups) if speedups else None,
+        "speedup_quartiles": [speedups[len(speedups) // 4], speedups[3 * len(speedups) // 4]] if speedups else None,
+        "acceptance_length": emitted / iterations if iterations else None,
+        "host_share": _median([pair.speculative.stats.host_share for pair in pairs]),
+        "ttft_s": _median([pair.speculative.stats.ttft_s for pair in pairs]),
+        "tpot_s": _median([pair.speculative.stats.tpot_s for pair in pairs]),
+    }
+
+
+def _side(results: Sequence[GenerationResult]) -> dict[str, object]:
+    timed = [(result.stats.new_tokens - 1, result.stats.tpot_s) for result in results if result.stats.tpot_s]
+    seconds = sum(count * tpot for count, tpot in timed)
+    return {
+        "tokens_per_s": sum(count for count, _ in timed) / seconds if seconds else None,
+        "tpot_s": _median([result.stats.tpot_s for result in results]),
+        "ttft_s": _median([result.stats.ttft_s for result in results]),
+        "new_tokens": sum(result.stats.new_tokens for result in results),
+    }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def format_table(report: dict[str, object]) -> str:
+    """The figures of a bench for people."""
+    by_category = report["by_category"]
+    assert isinstance(by_category, dict)
+    rows = [*by_category.items(), ("all", report)]
+    lines = [f"{'group':<16}{'prompts':>8}{'plain':>12}{'speculative':>13}{'speedup':>9}{'accepted':>10}{'host':>7}{'ttft':>9}"]
+    for name, figures in rows:
+        lines.append(
+            f"{name:<16}{figures['prompts']:>8}{_cell(figures['plain']['tokens_per_s'], '.1f', ' t/s'):>12}"
+            f"{_cell(figures['speculative']['tokens_per_s'], '.1f', ' t/s'):>13}{_cell(figures['speedup'], '.2f', 'x'):>9}"
+            f"{_cell(figures['acceptance_length'], '.2f'):>10}{_cell(_percent(figures['host_share']), '.1f', '%'):>7}"
+            f"{_cell(figures['ttft_s'], '.2f', ' s'):>9}"
+        )
+    lines.append("accepted: tokens per verifier call, bonus token included; speedup: median of per-prompt ratios")
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _cell(value: float | None, pattern: str, unit: str = "") -> str:
+    return "-" if value is None else format(value, pattern) + unit
+
+
+def _progress(done: int, total: int, category: str, pair: Pair) -> None:
+    speedup = f"{pair.speedup:.2f}x" if pair.speedup else "-"
+    print(f"  {done}/{total} {category}: {speedup}", file=sys.stderr, flush=True)

@@ -1,0 +1,127 @@
+"""From a bundle folder to an engine: checks first, cheapest before dearest, then loading.
+
+Invariant: no compiled file is opened before the machine, the versions and every checksum fit.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from yggrt.artifacts import Step, attention_windows, draft_inputs, load_package, verify_inputs
+from yggrt.engine import Engine
+from yggrt.errors import BundleFormatError
+from yggrt.executor import Decoder
+from yggrt.kvcache import KvCache
+from yggrt.plan import PLAN_FILE, Artifact, BundleFile, Manifest, Plan, read_manifest, read_plan
+from yggrt.target import check_manifest, detect_target, verify_file
+from yggrt.text import TextCodec
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle that was read and fits this machine; nothing of it is loaded yet.
+
+    notices: advisory differences between this machine and the one it was built on.
+    """
+
+    path: Path
+    manifest: Manifest
+    plan: Plan
+    notices: tuple[str, ...]
+
+    @property
+    def entries(self) -> tuple[Artifact | BundleFile, ...]:
+        """All files the manifest lists."""
+        return (*self.manifest.artifacts, *self.manifest.files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files the manifest lists."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Manifest and plan of a bundle, whatever machine it is for.
+
+    Raises BundleFormatError or PlanFormatError.
+    """
+    manifest = read_manifest(path)
+    listed = {entry.file for entry in manifest.files}
+    for name in (PLAN_FILE, TOKENIZER_FILE):
+        if name not in listed:
+            raise BundleFormatError(f"{path}: the manifest does not list {name}; build the bundle again")
+    return Bundle(path, manifest, read_plan(path / PLAN_FILE), ())
+
+
+def check_bundle(path: Path) -> Bundle:
+    """Everything that can be said without loading: format, machine, versions, sizes and checksums.
+
+    Raises the YggError that says why it would not load here.
+    """
+    bundle = read_bundle(path)
+    notices = check_manifest(bundle.manifest, detect_target(bundle.manifest.target), torch.__version__)
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        for check in [pool.submit(verify_file, path / e.file, e.num_bytes, e.sha256) for e in bundle.entries]:
+            check.result()
+    return Bundle(path, bundle.manifest, bundle.plan, notices)
+
+
+def load(path: str | Path) -> Engine:
+    """Load a bundle built by `yggc build`. A bundle is native code: load only what you trust.
+
+    Raises a YggError in one line when it is malformed, damaged, or was built for another machine or torch.
+    """
+    started = perf_counter()
+    bundle = check_bundle(Path(path))
+    manifest, plan = bundle.manifest, bundle.plan
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(manifest.num_threads)
+    try:
+        decoder = _make_decoder(bundle)
+    finally:
+        torch.set_num_threads(threads_before)
+    codec = TextCodec.from_file(bundle.path / TOKENIZER_FILE, manifest.text)
+    engine = Engine(
+        decoder,
+        plan.policy.default_shape,
+        codec,
+        frozenset(manifest.text.eos_ids),
+        manifest.verifier.vocab_size,
+        manifest.drafter.context,
+        manifest.num_threads,
+    )
+    engine.bundle = bundle
+    engine.load_s = perf_counter() - started
+    return engine
+
+
+def _make_decoder(bundle: Bundle) -> Decoder:
+    manifest, plan = bundle.manifest, bundle.plan
+    dtype = getattr(torch, manifest.dtype)
+    verify, draft = _artifact(bundle, "verify"), _artifact(bundle, "draft")
+    windows = attention_windows(manifest.verifier.layers)
+    table = plan.acceptance_table
+    return Decoder(
+        Step("verify", load_package(bundle.path / verify.file), verify_inputs(windows, verify.limits, dtype), verify.limits),
+        Step("draft", load_package(bundle.path / draft.file), draft_inputs(draft.limits), draft.limits),
+        KvCache(manifest.verifier.layers, verify.limits, dtype),
+        KvCache(manifest.drafter.layers, draft.limits, dtype),
+        torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),
+        manifest.max_context,
+        plan.plain_width,
+    )
+
+
+def _artifact(bundle: Bundle, role: str) -> Artifact:
+    found = [artifact for artifact in bundle.manifest.artifacts if artifact.role == role]
+    if len(found) != 1:
+        raise BundleFormatError(f"{bundle.path} holds {len(found)} artifacts for {role}; exactly one is accepted")
+    return found[0]

@@ -1,0 +1,163 @@
+"""The command `yggrt`: run, bench, show and check a bundle. Errors are one line and exit 1."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands and flags."""
+    parser = argparse.ArgumentParser(
+        prog="yggrt", description="Answer with a bundle made by `yggc build`: faster than its verifier, and word for word the same."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="answer one prompt, streamed")
+    run.add_argument("bundle", type=Path)
+    run.add_argument("prompt", nargs="?", help="text; standard input where it is missing or -")
+    run.add_argument("--messages", type=Path, metavar="FILE", help='JSON list of {"role", "content"} instead of a prompt')
+    run.add_argument("--raw", action="store_true", help="no chat template: go on where the prompt ends")
+    run.add_argument("--plain", action="store_true", help="the verifier alone, without the drafter")
+    run.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default 512")
+    run.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    run.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    run.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
+    run.set_defaults(handler=_run)
+
+    bench = commands.add_parser("bench", help="plain against speculative on a file of prompts, interleaved")
+    bench.add_argument("bundle", type=Path)
+    bench.add_argument("--prompts", type=Path, required=True, metavar="FILE",
+                       help='JSON lines: {"prompt"} or Spec-Bench\'s {"category", "turns"}')  # fmt: skip
+    bench.add_argument("--limit", type=int, metavar="N", help="this many prompts, spread evenly over the categories")
+    bench.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    bench.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    bench.set_defaults(handler=_bench)
+
+    show = commands.add_parser("show", help="what a bundle holds")
+    show.add_argument("bundle", type=Path)
+    show.add_argument("--json", action="store_true")
+    show.set_defaults(handler=_show)
+
+    check = commands.add_parser("check", help="would it load here, and why not")
+    check.add_argument("bundle", type=Path)
+    check.set_defaults(handler=_check)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = make_parser().parse_args(arguments)
+    from yggrt.errors import YggError  # after parsing: --help should not wait for torch
+
+    try:
+        code: int = options.handler(options)
+        return code
+    except (YggError, ValueError) as error:
+        print(f"yggrt: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("\nyggrt: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    from yggrt.bundle import load
+
+    prompt = _read_prompt(options)
+    engine = load(options.bundle)
+    assert engine.bundle is not None
+    for notice in engine.bundle.notices:
+        print(f"yggrt: note: {notice}", file=sys.stderr)
+    stream = engine.stream(
+        prompt, max_new_tokens=options.max_new_tokens, stop=options.stop, ignore_eos=options.ignore_eos,
+        plain=options.plain, raw=options.raw,
+    )  # fmt: skip
+    for piece in stream:
+        if not options.json:
+            print(piece, end="", flush=True)
+    result = stream.result
+    assert result is not None
+    if options.json:
+        print(json.dumps(asdict(result), ensure_ascii=False))
+        return 0
+    print()
+    stats = result.stats
+    speed = f"{stats.tokens_per_s:.1f} tokens/s" if stats.tokens_per_s else "no speed to measure"
+    first = f"first token after {stats.ttft_s:.2f} s" if stats.ttft_s is not None else "no token"
+    print(
+        f"[{stats.mode}: {stats.new_tokens} tokens, {speed}, {first}, {stats.iterations} iterations, "
+        f"{stats.acceptance_length:.2f} tokens each, ended by {result.finish_reason}]",
+        file=sys.stderr,
+    )
+    for notice in stats.notices:
+        print(f"yggrt: note: {notice}", file=sys.stderr)
+    return 0
+
+
+def _read_prompt(options: argparse.Namespace) -> str | list[dict[str, str]]:
+    if options.messages is not None:
+        if options.prompt is not None:
+            raise ValueError("both a prompt and --messages were given; one of them is accepted")
+        messages = read_json(options.messages)
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(f'{options.messages} is not a JSON list of {{"role", "content"}} messages')
+        return messages
+    if options.prompt is None or options.prompt == "-":
+        data = sys.stdin.buffer.read()
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError("standard input is not UTF-8 text") from None
+    prompt: str = options.prompt
+    return prompt
+
+
+def read_json(path: Path) -> object:
+    """A JSON file, with ValueError in one line for whatever is wrong with it."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from yggrt.bench import run_bench
+
+    return run_bench(options.bundle, options.prompts, options.limit, options.max_new_tokens, options.json)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from yggrt.bundle import read_bundle
+    from yggrt.show import describe
+
+    bundle = read_bundle(options.bundle)
+    if options.json:
+        print(json.dumps({"plan": asdict(bundle.plan), "manifest": asdict(bundle.manifest)}, ensure_ascii=False, indent=1))
+    else:
+        print(describe(bundle))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from yggrt.bundle import check_bundle
+
+    bundle = check_bundle(options.bundle)
+    print(f"{options.bundle} loads here: {bundle.manifest.sku}, torch {bundle.manifest.torch_version}, all files whole")
+    for notice in bundle.notices:
+        print(f"note: {notice}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

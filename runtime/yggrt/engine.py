@@ -1,0 +1,377 @@
+"""The engine: requests in, text out, one at a time, plainly or speculatively.
+
+Invariant: plain and speculative decoding feed the same `OutputStream` token by token, so ids, text and finish reason
+cannot depend on how many tokens came from one iteration. A request that ends early for any reason leaves nothing
+behind: the next one starts from empty caches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from yggrt.errors import TextError, YggError
+from yggrt.executor import COMPILED_STAGES, Decoder
+from yggrt.text import OutputStream, TextCodec
+from yggrt.tree import TreeShape
+
+if TYPE_CHECKING:
+    from yggrt.bundle import Bundle
+
+DEFAULT_MAX_NEW_TOKENS = 512
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Seconds of one request spent in one stage."""
+
+    stage: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """How one request went.
+
+    mode:              "speculative" or "plain", as asked for.
+    iterations:        verifier calls after the prefill.
+    drafted, accepted: nodes the drafter added; drafted tokens that were emitted.
+    acceptance_length: tokens emitted per iteration, bonus token included; 0 where there was no iteration.
+    acceptance_histogram: entry i counts the iterations that emitted i tokens.
+    ttft_s, tpot_s:    seconds to the first token; seconds per token after it (None below two tokens).
+    tokens_per_s:      1 / tpot_s.
+    host_share:        share of the iterations' time outside compiled steps.
+    stages:            seconds by stage.
+    notices:           what the user should know, such as falling back to plain decoding.
+    """
+
+    mode: str
+    prompt_tokens: int
+    new_tokens: int
+    iterations: int
+    drafted: int
+    accepted: int
+    acceptance_length: float
+    acceptance_histogram: tuple[int, ...]
+    ttft_s: float | None
+    tpot_s: float | None
+    tokens_per_s: float | None
+    host_share: float | None
+    stages: tuple[StageSeconds, ...]
+    notices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A finished request.
+
+    text:          without the stop string and special tokens.
+    token_ids:     generated ids, the EOS token included where there was one.
+    finish_reason: "eos", "stop" or "length".
+    gaps:          top-2 gap of the verifier's logits at each generated token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    gaps: tuple[float, ...]
+    stats: GenerationStats
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request may ask for; see `Engine.generate`."""
+
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    plain: bool
+    raw: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens!r}: an integer from 0 is accepted")
+
+
+class Stream:
+    """Iterator over the text pieces of one request; joined they are `result.text`.
+
+    Closing it, or dropping it, ends the request and frees the engine for the next.
+    """
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self._pieces = pieces
+        self.result: GenerationResult | None = None
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the request now."""
+        close = getattr(self._pieces, "close", None)
+        if close is not None:
+            close()
+
+
+class _Recorder:
+    """Counts one request; the consumer's own time between pieces is left out."""
+
+    def __init__(self, prompt_tokens: int, plain: bool) -> None:
+        self.mode = "plain" if plain else "speculative"
+        self.prompt_tokens = prompt_tokens
+        self.histogram: Counter[int] = Counter()
+        self.drafted = self.accepted = 0
+        self.ttft_s: float | None = None
+        self.decode_s = 0.0
+        self.gaps: list[float] = []
+        self.notices: list[str] = []
+
+    def notice(self, text: str) -> None:
+        if text not in self.notices:
+            self.notices.append(text)
+
+    def stats(self, new_tokens: int, stages: Mapping[str, float]) -> GenerationStats:
+        iterations = sum(self.histogram.values())
+        emitted = sum(length * count for length, count in self.histogram.items())
+        tpot = self.decode_s / (new_tokens - 1) if new_tokens > 1 else None
+        compiled = sum(stages[stage] for stage in COMPILED_STAGES if stage != "prefill")
+        return GenerationStats(
+            mode=self.mode,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=new_tokens,
+            iterations=iterations,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            acceptance_length=emitted / iterations if iterations else 0.0,
+            acceptance_histogram=tuple(self.histogram[length] for length in range(max(self.histogram, default=0) + 1)),
+            ttft_s=self.ttft_s,
+            tpot_s=tpot,
+            tokens_per_s=1 / tpot if tpot else None,
+            host_share=1 - compiled / self.decode_s if self.decode_s else None,
+            stages=tuple(StageSeconds(stage, seconds) for stage, seconds in stages.items()),
+            notices=tuple(self.notices),
+        )
+
+
+class Engine:
+    """Answers requests with one bundle. Threads are served in turn; engines are independent of each other.
+
+    decoder:         drafter and verifier with their caches.
+    shape:           the tree grown each iteration; depth 0 decodes plainly.
+    codec:           text to ids and back; None allows token ids only.
+    eos_ids:         tokens that end a text.
+    drafter_context: positions the drafter can attend to.
+    num_threads:     CPU threads of the compiled steps; the caller's setting is restored.
+    bundle, load_s:  where it was loaded from, and the seconds that took; None for an engine made by hand.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        shape: TreeShape,
+        codec: TextCodec | None,
+        eos_ids: frozenset[int],
+        vocab_size: int,
+        drafter_context: int,
+        num_threads: int,
+    ) -> None:
+        self.decoder = decoder
+        self.shape = shape
+        self.codec = codec
+        self.eos_ids = eos_ids
+        self.vocab_size = vocab_size
+        self.drafter_context = drafter_context
+        self.num_threads = num_threads
+        self.bundle: Bundle | None = None
+        self.load_s: float | None = None
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @property
+    def max_context(self) -> int:
+        """Tokens a request may reach, prompt included."""
+        return self.decoder.max_context
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        plain: bool = False,
+        raw: bool = False,
+        on_piece: Callable[[str], object] | None = None,
+    ) -> GenerationResult:
+        """Answer a prompt greedily: exactly what the verifier alone would say.
+
+        prompt:     a text (through the chat template unless `raw`), a list of {"role", "content"} messages, or token ids.
+        stop:       strings that end the text; they are cut off.
+        ignore_eos: go on after an end-of-sequence token.
+        plain:      without the drafter.
+        on_piece:   called with every piece of text as it comes.
+        Raises ValueError for a prompt or option that cannot be served, TextError where text needs what the bundle lacks.
+        """
+        stream = self.stream(
+            prompt, max_new_tokens=max_new_tokens, stop=stop, ignore_eos=ignore_eos, plain=plain, raw=raw
+        )
+        try:
+            for piece in stream:
+                if on_piece is not None:
+                    on_piece(piece)
+        finally:
+            stream.close()
+        assert stream.result is not None  # the stream ended without an exception
+        return stream.result
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        plain: bool = False,
+        raw: bool = False,
+    ) -> Stream:
+        """As `generate`, but gives the text piece by piece; `result` of the stream is set at its end."""
+        options = RequestOptions(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eos, plain, raw)
+        prompt_ids = self.encode_prompt(prompt, raw)
+        budget = min(options.max_new_tokens, self.max_context - len(prompt_ids))
+        eos_ids = frozenset() if ignore_eos else self.eos_ids
+        output = OutputStream(self.codec, eos_ids, options.stop, budget)
+        stream = Stream(iter(()))
+        stream._pieces = self._serve(stream, prompt_ids, output, budget, options)
+        return stream
+
+    def encode_prompt(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Token ids of a prompt. Raises ValueError when it is empty, too long, or holds ids outside the vocabulary."""
+        if isinstance(prompt, str):
+            ids = self._codec().encode(prompt) if raw else self._codec().encode_chat([{"role": "user", "content": prompt}])
+        elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            ids = self._codec().encode_chat(list(prompt))  # type: ignore[arg-type]
+        else:
+            ids = [_token_id(token, self.vocab_size) for token in prompt]
+        if not ids:
+            raise ValueError("the prompt is empty; at least one token is needed")
+        if len(ids) >= self.max_context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens; at most {self.max_context - 1} fit this bundle's context of "
+                f"{self.max_context} with room for an answer. Shorten it, or build with a larger --max-context."
+            )
+        return ids
+
+    def _codec(self) -> TextCodec:
+        if self.codec is None:
+            raise TextError("this engine has no tokenizer; token ids are accepted")
+        return self.codec
+
+    def _serve(
+        self, stream: Stream, prompt_ids: list[int], output: OutputStream, budget: int, options: RequestOptions
+    ) -> Iterator[str]:
+        """The request itself: holds the engine from the first piece asked for until the end or `close`."""
+        self._acquire()
+        try:
+            recorder = _Recorder(len(prompt_ids), options.plain)
+            rounds = self._decode(prompt_ids, output, budget, options.plain, recorder)
+            while True:
+                threads_before = torch.get_num_threads()
+                if threads_before != self.num_threads:
+                    torch.set_num_threads(self.num_threads)
+                try:
+                    finished = next(rounds, True)
+                finally:
+                    if threads_before != self.num_threads:
+                        torch.set_num_threads(threads_before)
+                if finished:
+                    output.finish()
+                piece = output.take_piece()
+                if piece:
+                    yield piece
+                if finished:
+                    break
+            stream.result = GenerationResult(
+                text=output.text,
+                token_ids=output.token_ids,
+                finish_reason=output.finish_reason or "length",
+                gaps=tuple(recorder.gaps),
+                stats=recorder.stats(output.num_tokens, self.decoder.clock.seconds),
+            )
+        finally:
+            self._release()
+
+    def _acquire(self) -> None:
+        if self._owner == threading.get_ident():
+            raise YggError("this thread has an unfinished stream on this engine; exhaust or close it first")
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def _release(self) -> None:
+        self._owner = None
+        self._lock.release()
+
+    def _decode(
+        self, prompt_ids: list[int], output: OutputStream, budget: int, plain: bool, recorder: _Recorder
+    ) -> Iterator[bool]:
+        """Prefill, then iterations, until the output is finished; yields whether it is after every iteration."""
+        decoder = self.decoder
+        decoder.reset()
+        if output.finished:  # nothing was asked for
+            return
+        tokens = list(prompt_ids)
+        started = perf_counter()
+        first = decoder.prefill(tokens)
+        tokens += first.tokens
+        recorder.gaps += first.gaps
+        finished = output.push(first.tokens[0])
+        recorder.ttft_s = perf_counter() - started
+        yield finished
+        while not finished:
+            started = perf_counter()
+            remaining = budget - output.num_tokens
+            shape = self._choose_shape(len(tokens), remaining, plain, recorder)
+            if shape.draft_depth == 0:
+                outcome = decoder.decode_plain(tokens)
+            else:
+                outcome = decoder.decode_speculative(tokens, shape)
+            emitted = 0
+            for token in outcome.tokens:
+                emitted += 1
+                finished = output.push(token)
+                if finished:
+                    break
+            tokens += outcome.tokens[:emitted]
+            recorder.gaps += outcome.gaps[:emitted]
+            recorder.histogram[emitted] += 1
+            recorder.drafted += outcome.num_drafted
+            recorder.accepted += min(emitted, len(outcome.tokens) - 1)
+            recorder.decode_s += perf_counter() - started
+            yield finished
+
+    def _choose_shape(self, num_tokens: int, remaining: int, plain: bool, recorder: _Recorder) -> TreeShape:
+        """The tree of the next iteration: the plan's, no deeper than the context, the drafter and the budget allow."""
+        shape = self.shape
+        depth = 0 if plain else min(shape.draft_depth, self.max_context - num_tokens, remaining - 1)
+        if depth > 0 and num_tokens + depth > self.drafter_context:
+            depth = 0
+            recorder.notice(f"decoded plainly past the drafter's context of {self.drafter_context} tokens")
+        if depth == shape.draft_depth:
+            return shape
+        return TreeShape(shape.draft_width, depth, min(shape.verify_width, 1 + depth * shape.draft_width))
+
+
+def _token_id(token: object, vocab_size: int) -> int:
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        raise ValueError(f"token id {token!r}: integers from 0 to {vocab_size - 1} are accepted")
+    return token

@@ -1,0 +1,315 @@
+"""One iteration after another: draft passes, cut, verify, accept, and the KV bookkeeping between them.
+
+Invariants, with n committed tokens before an iteration: the verifier's cache holds at least the first n - 1 of them and
+the drafter's is brought to at least n - 2; no position reaches the context's end; nothing here changes which token
+comes next, only how many come at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from yggrt.accept import accept_greedy
+from yggrt.artifacts import DRAFT_ROWS, MASK_VALUE, Step, attention_windows
+from yggrt.kvcache import KvCache
+from yggrt.tree import Tree, TreeShape, VerifyCut, cut_most_valuable
+
+PREFILL_WIDTH = 256
+STAGES = ("prefill", "draft_prefill", "draft", "cut", "verify", "plain", "accept")
+COMPILED_STAGES = ("prefill", "draft_prefill", "draft", "verify", "plain")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one iteration gave.
+
+    tokens:       the accepted path and the bonus token, in order.
+    gaps:         top-2 gap of the verifier's logits where each of them was chosen.
+    num_drafted:  nodes the drafter added.
+    num_verified: rows the verifier ran, root included.
+    """
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+    num_drafted: int
+    num_verified: int
+
+
+class StageClock:
+    """Seconds inside compiled steps and in host code, by stage."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    def add(self, stage: str, started: float) -> float:
+        """Charge the time since `started` to a stage; returns now."""
+        now = perf_counter()
+        self.seconds[stage] += now - started
+        return now
+
+
+class Decoder:
+    """Decodes one sequence at a time with a drafter and a verifier.
+
+    table: float32[K, B], log a by (rank, log q); see `yggrt.artifacts.draft_inputs`.
+    """
+
+    def __init__(
+        self,
+        verify: Step,
+        draft: Step,
+        verifier_cache: KvCache,
+        drafter_cache: KvCache,
+        table: Tensor,
+        max_context: int,
+        plain_width: int,
+    ) -> None:
+        self.verify, self.draft = verify, draft
+        self.verifier_cache, self.drafter_cache = verifier_cache, drafter_cache
+        verify.bind(verifier_cache.buffers, verifier_cache.layouts, verifier_cache.dtype)
+        draft.bind(drafter_cache.buffers, drafter_cache.layouts, drafter_cache.dtype)
+        self.table = table
+        self.max_context = max_context
+        self.plain_width = plain_width
+        self.windows = attention_windows(verifier_cache.layouts)
+        self.clock = StageClock()
+        self._masks: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._extents: dict[int, Tensor] = {}
+        self._indices = torch.arange(max(verify.limits.max_width, draft.limits.max_nodes))
+
+        nodes, pool = draft.limits.max_nodes, draft.limits.pool_size
+        self._root = torch.zeros(2, dtype=torch.int64)
+        self._tree_tokens = torch.zeros(nodes, dtype=torch.int64)
+        ancestors = torch.zeros(nodes, nodes, dtype=torch.bool)
+        ancestors[0, 0] = True
+        self._empty_state: tuple[Tensor, ...] = (
+            self._tree_tokens,
+            torch.zeros(nodes, dtype=torch.int64),
+            torch.zeros(nodes, dtype=torch.int64),
+            torch.zeros(nodes),
+            ancestors,
+            torch.full((pool,), -torch.inf),
+            torch.zeros(pool, dtype=torch.int64),
+            torch.zeros(pool, dtype=torch.int64),
+        )
+        self._head_rows = torch.zeros(4, 2, dtype=torch.int64)  # tokens, positions, slots, num_visible of two rows
+        self._head_ancestors = torch.zeros(2, nodes, dtype=torch.bool)
+        self._head = self._head_rows.numpy()
+
+    def reset(self) -> None:
+        """Start a new sequence."""
+        self.verifier_cache.reset()
+        self.drafter_cache.reset()
+        self.clock = StageClock()
+
+    # Verifier
+
+    def prefill(self, tokens: Sequence[int]) -> Round:
+        """Run the prompt through the verifier. tokens: all committed tokens, at least one. Returns the token after it."""
+        started = perf_counter()
+        cache = self.verifier_cache
+        outputs: list[Tensor] = []
+        while cache.num_committed < len(tokens):
+            first = cache.num_committed
+            last = min(first + PREFILL_WIDTH, len(tokens))
+            positions = torch.arange(first, last)
+            extent = cache.extent(last + 1)
+            masks = tuple(prefix_mask(positions, extent, window, cache.dtype) for window in self.windows)
+            outputs = self._run_verify(torch.tensor(tokens[first:last]), positions, positions + 1, masks)
+            cache.num_committed = last
+        self.clock.add("prefill", started)
+        return Round((int(outputs[0][-1]),), (float(outputs[1][-1]),), 0, len(tokens))
+
+    def decode_plain(self, tokens: Sequence[int]) -> Round:
+        """One iteration without a draft: run the last committed token, in a step of the fastest width."""
+        width, num_tokens = self.plain_width, len(tokens)
+        extent = self.verifier_cache.extent(num_tokens + 1)
+        rows = torch.zeros(3, width, dtype=torch.int64)
+        rows[0, 0], rows[1, 0], rows[2, 0] = tokens[-1], num_tokens - 1, num_tokens
+        masks = self._mask_buffers(width, extent)
+        for mask, window in zip(masks, self.windows, strict=True):
+            mask.fill_(MASK_VALUE)
+            mask[0, first_visible(num_tokens - 1, window) : num_tokens + 1] = 0.0
+            mask[1:, 0] = 0.0
+        started = perf_counter()
+        choices, gaps, _hidden, _logits = self._run_verify(rows[0], rows[1], rows[2], masks)
+        self.clock.add("plain", started)
+        self.verifier_cache.num_committed = num_tokens
+        return Round((int(choices[0]),), (float(gaps[0]),), 0, 1)
+
+    def flush_moves(self) -> None:
+        """Apply the moves owed to both caches, so that their committed rows are in place."""
+        cache = self.verifier_cache
+        if cache.has_moves:
+            padding = torch.zeros(1, dtype=torch.int64)
+            masks = tuple(mask.zero_() for mask in self._mask_buffers(1, 1))
+            self._run_verify(padding, padding, padding, masks)
+        if self.drafter_cache.has_moves:
+            self._run_drafter_rows([], 0)
+
+    def _run_verify(self, tokens: Tensor, positions: Tensor, slots: Tensor, masks: tuple[Tensor, ...]) -> list[Tensor]:
+        cache = self.verifier_cache
+        outputs = self.verify(tokens, positions, slots, *masks, cache.move_src, cache.move_dst)
+        cache.moved()
+        return outputs
+
+    def _mask_buffers(self, width: int, extent: int) -> tuple[Tensor, ...]:
+        key = (width, extent)
+        if key not in self._masks:
+            self._masks[key] = tuple(torch.empty(width, extent, dtype=self.verifier_cache.dtype) for _ in self.windows)
+        return self._masks[key]
+
+    # Drafter
+
+    def prefill_drafter(self, tokens: Sequence[int]) -> None:
+        """Bring the drafter's cache to all but the last two committed tokens, which the first pass runs itself."""
+        cache = self.drafter_cache
+        started = perf_counter()
+        while cache.num_committed < len(tokens) - 2:
+            first = cache.num_committed
+            last = min(first + PREFILL_WIDTH, len(tokens) - 2)
+            self._run_drafter_rows(tokens[first:last], first)
+            cache.num_committed = last
+        self.clock.add("draft_prefill", started)
+
+    def _run_drafter_rows(self, tokens: Sequence[int], first_position: int) -> None:
+        """Run committed tokens through the drafter for their KV rows alone; none of them runs a padding row."""
+        width = max(len(tokens), 1)
+        rows = torch.zeros(4, width, dtype=torch.int64)
+        if tokens:
+            rows[0] = torch.tensor(tokens)
+            rows[1] = torch.arange(first_position, first_position + width)
+            rows[2] = rows[3] = rows[1] + 1
+        ancestors = torch.zeros(width, self.draft.limits.max_nodes, dtype=torch.bool)
+        extent = self._extent_tensor(first_position + width + 1)
+        self._run_draft((*rows.unbind(), ancestors), self._indices[:1], self._indices[:1], self._indices[1:2],
+                        self._empty_state, extent)  # fmt: skip
+
+    def draft_tree(self, tokens: Sequence[int], shape: TreeShape) -> Tree:
+        """Grow a tree below the last committed token: draft_depth passes that add draft_width nodes each."""
+        self.prefill_drafter(tokens)
+        num_tokens, width = len(tokens), shape.draft_width
+        head = self._head
+        head[:, 0] = 0
+        if num_tokens > 1:  # the token before the root: its row may be missing, running it again does no harm
+            head[:, 0] = (tokens[-2], num_tokens - 2, num_tokens - 1, num_tokens - 1)
+        head[:, 1] = (tokens[-1], num_tokens - 1, num_tokens, num_tokens)
+        self._root[0], self._root[1] = num_tokens - 1, num_tokens
+        self._tree_tokens[0] = tokens[-1]
+        rows: tuple[Tensor, ...] = (*self._head_rows.unbind(), self._head_ancestors)
+        state = self._empty_state
+        expand_rows, expand_nodes = self._indices[1:2], self._indices[:1]
+        extent = self._extent_tensor(num_tokens + shape.capacity)
+        for depth in range(shape.draft_depth):
+            added = self._indices[1 + depth * width : 1 + (depth + 1) * width]
+            started = perf_counter()
+            outputs = self._run_draft(rows, expand_rows, expand_nodes, added, state, extent)
+            self.clock.add("draft", started)
+            rows, state = tuple(outputs[: len(DRAFT_ROWS)]), tuple(outputs[len(DRAFT_ROWS) :])
+            expand_rows, expand_nodes = self._indices[:width], added
+        self.drafter_cache.num_committed = num_tokens
+        return Tree(state[0], state[1], state[2], state[3], shape.capacity)
+
+    def _run_draft(
+        self,
+        rows: tuple[Tensor, ...],
+        expand_rows: Tensor,
+        expand_nodes: Tensor,
+        new_nodes: Tensor,
+        state: tuple[Tensor, ...],
+        extent: Tensor,
+    ) -> list[Tensor]:
+        cache = self.drafter_cache
+        outputs = self.draft(
+            *rows, expand_rows, expand_nodes, new_nodes, self._root, *state, self.table, extent,
+            cache.move_src, cache.move_dst,
+        )  # fmt: skip
+        cache.moved()
+        return outputs
+
+    def _extent_tensor(self, num_rows: int) -> Tensor:
+        extent = self.drafter_cache.extent(num_rows)
+        if extent not in self._extents:
+            self._extents[extent] = torch.arange(extent)
+        return self._extents[extent]
+
+    # One iteration
+
+    def decode_speculative(self, tokens: Sequence[int], shape: TreeShape) -> Round:
+        """Draft a tree, verify its most valuable nodes, accept. tokens: all committed tokens, prefilled but the last."""
+        num_tokens = len(tokens)
+        tree = self.draft_tree(tokens, shape)
+        started = perf_counter()
+        cut = cut_most_valuable(tree, shape.verify_width, shape.draft_depth)
+        width = cut.nodes.numel()
+        extent = self.verifier_cache.extent(num_tokens + width)
+        masks = self._mask_buffers(width, extent)
+        for mask, window in zip(masks, self.windows, strict=True):
+            fill_tree_mask(mask, cut, num_tokens, window)
+        slots = self._indices[:width] + num_tokens
+        positions = cut.depths + (num_tokens - 1)
+        started = self.clock.add("cut", started)
+        choices, gaps, _hidden, _logits = self._run_verify(cut.tokens, positions, slots, masks)
+        started = self.clock.add("verify", started)
+        acceptance = accept_greedy(cut.tokens.numpy(), cut.parents.numpy(), choices.numpy())
+        path = list(acceptance.rows)
+        accepted = tuple(cut.tokens[path].tolist())
+        gaps_on_path = tuple(gaps[[0, *path]].tolist())
+        self._commit(cut, path, num_tokens)
+        self.clock.add("accept", started)
+        return Round((*accepted, acceptance.bonus), gaps_on_path, tree.num_nodes - 1, width)
+
+    def _commit(self, cut: VerifyCut, path: list[int], num_tokens: int) -> None:
+        """Owe both caches the moves that make the accepted path their committed prefix.
+
+        Verifier rows lie in sorted order, drafter rows in growth order. The drafter's row of the last accepted node is
+        left out: the next first pass runs that token again.
+        """
+        self.verifier_cache.owe_moves([num_tokens + row for row in path], num_tokens + 1)
+        self.verifier_cache.num_committed = num_tokens + len(path)
+        nodes = cut.nodes.numpy()
+        inner = path[:-1]
+        self.drafter_cache.owe_moves([num_tokens + int(nodes[row]) for row in inner], num_tokens + 1)
+        self.drafter_cache.num_committed = num_tokens + len(inner)
+
+
+def first_visible(position: int, window: int | None) -> int:
+    """First slot a row at `position` may see."""
+    return 1 if window is None else max(1, position - window + 2)
+
+
+def prefix_mask(positions: Tensor, extent: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive mask [W, S] of committed rows. positions: int64[W]."""
+    slot_positions = torch.arange(extent) - 1
+    back = positions[:, None] - slot_positions[None, :]
+    visible = (back >= 0) & (slot_positions >= 0)
+    if window is not None:
+        visible &= back < window
+    return torch.where(visible, 0.0, MASK_VALUE).to(dtype)
+
+
+def fill_tree_mask(mask: Tensor, cut: VerifyCut, num_tokens: int, window: int | None) -> None:
+    """Write the additive mask of a verifier step: committed rows, then the rows of the tree from slot num_tokens on.
+
+    mask: [W, S], overwritten.
+    """
+    width = cut.nodes.numel()
+    mask.fill_(MASK_VALUE)
+    tree = mask[:, num_tokens : num_tokens + width]
+    if window is None:
+        mask[:, 1:num_tokens] = 0.0
+        tree.masked_fill_(cut.ancestors, 0.0)
+        return
+    # A row at depth d is at position num_tokens - 1 + d and sees the last `window` positions up to itself.
+    lowest = cut.depths[:, None] + (num_tokens - window)
+    slot_positions = torch.arange(num_tokens - 1)[None, :]
+    mask[:, 1:num_tokens].masked_fill_(slot_positions >= lowest, 0.0)
+    in_window = cut.depths[:, None] - cut.depths[None, :] < window
+    tree.masked_fill_(cut.ancestors & in_window, 0.0)
+
+

@@ -1,0 +1,493 @@
+"""The plan and the bundle's manifest: every decision of a build as plain data, and its file format.
+
+`plan.ygg` holds decisions, tables, curves and provenance, and fits every machine of one SKU. `bundle.ygg` says what the
+compiled files of one bundle need and what they are. Both are frozen dataclasses that check themselves, so that what
+was decoded, or built by hand, never holds an impossible tree, schedule, table or file name.
+
+The names here, and those of TreeShape, LayerLayout, StepLimits and TextSpec, are the format: one that is added, dropped
+or renamed needs a new FORMAT_VERSION and a new fixture.
+"""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from yggrt import wire
+from yggrt.artifacts import LOG_Q_MIN, LayerLayout, StepLimits
+from yggrt.errors import BundleFormatError, PlanFormatError
+from yggrt.text import TextSpec
+from yggrt.tree import TreeShape
+
+FORMAT_VERSION = 1
+OLDEST_READABLE_VERSION = 1
+
+PLAN_FILE = "plan.ygg"
+MANIFEST_FILE = "bundle.ygg"
+
+PLAN_FORMAT = wire.FileFormat("plan", b"YGGPLAN\0", FORMAT_VERSION, OLDEST_READABLE_VERSION, PlanFormatError)
+MANIFEST_FORMAT = wire.FileFormat("bundle", b"YGGBNDL\0", FORMAT_VERSION, OLDEST_READABLE_VERSION, BundleFormatError)
+
+TARGETS = ("cpu", "cuda")
+DTYPES = ("bfloat16", "float16", "float32")
+ROLES = ("verify", "draft")
+SCHEDULES = ("sequential",)
+STAGES = ("head_draft", "grow", "prune", "verify", "accept", "move", "depth", "tail_draft", "emit")
+RESOURCES = ("host", "device")
+
+
+# ---- what a plan decides ----
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceTable:
+    """The calibrated a(rank, q): chance that a child is the verifier's choice, given that its parent is.
+
+    rank is the child's place among its siblings (0 is the drafter's favourite), q the drafter's probability of it.
+    Row r of `log_a` holds log a(r, q) at `num_knots` values of log q, evenly spaced from `log_q_min` to 0; between
+    knots log a is linear in log q, and below `log_q_min` it stays at the first knot's value.
+
+    log_a: row-major [num_ranks, num_knots], natural logs, finite and at most 0.
+    """
+
+    num_ranks: int
+    num_knots: int
+    log_q_min: float
+    log_a: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.num_ranks >= 1 and self.num_knots >= 2, "an acceptance table has at least 1 rank and 2 knots")
+        _require(math.isfinite(self.log_q_min) and self.log_q_min < 0, f"log_q_min={self.log_q_min} must be below 0")
+        _require(
+            len(self.log_a) == self.num_ranks * self.num_knots,
+            f"log_a has {len(self.log_a)} values instead of {self.num_ranks} ranks * {self.num_knots} knots",
+        )
+        wrong = [value for value in self.log_a if not (math.isfinite(value) and value <= 0)]
+        _require(not wrong, f"log_a holds {wrong[:1]}, which is not the log of a chance")
+
+    def log_acceptance(self, rank: int, log_q: float) -> float:
+        """log a(rank, exp(log_q)): the reference for what the compiled draft pass computes."""
+        _require(0 <= rank < self.num_ranks, f"rank {rank} is not one of the table's {self.num_ranks}")
+        row = self.log_a[rank * self.num_knots : (rank + 1) * self.num_knots]
+        place = (1 - max(min(log_q, 0.0), self.log_q_min) / self.log_q_min) * (self.num_knots - 1)
+        knot = min(int(place), self.num_knots - 2)
+        return row[knot] + (place - knot) * (row[knot + 1] - row[knot])
+
+
+def identity_table(num_ranks: int, num_knots: int = 65, log_q_min: float = LOG_Q_MIN) -> AcceptanceTable:
+    """The table that returns q itself (from exp(log_q_min) up), at every rank: what is used before a calibration."""
+    row = tuple(log_q_min * (num_knots - 1 - knot) / (num_knots - 1) for knot in range(num_knots))
+    return AcceptanceTable(num_ranks, num_knots, log_q_min, row * num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class TreePolicy:
+    """Which trees may be grown and verified.
+
+    draft_width:       W_d, nodes added by one draft pass.
+    draft_depths:      menu of D_d, ascending; 0 is plain decoding and may be the only one.
+    verify_widths:     menu of W_v, ascending, root included.
+    children_per_node: K, best children an expanded node offers to the pool.
+    draft_vocabulary:  tokens the drafter's cut head scores, ascending; None for all of them.
+    default_shape:     used where nothing chooses per iteration.
+    """
+
+    draft_width: int
+    draft_depths: tuple[int, ...]
+    verify_widths: tuple[int, ...]
+    children_per_node: int
+    draft_vocabulary: tuple[int, ...] | None
+    default_shape: TreeShape
+
+    def __post_init__(self) -> None:
+        _require_ascending("draft_depths", self.draft_depths, 0)
+        _require_ascending("verify_widths", self.verify_widths, 1)
+        _require(self.children_per_node >= 1, f"children_per_node={self.children_per_node} must be at least 1")
+        largest = TreeShape(self.draft_width, self.draft_depths[-1], self.verify_widths[-1])
+        default = self.default_shape
+        _require(
+            default.draft_width == largest.draft_width and default.draft_depth in self.draft_depths,
+            f"default shape {default} is not on the menu of width {self.draft_width} and depths {self.draft_depths}",
+        )
+        _require(
+            default.draft_depth == 0 or default.verify_width in self.verify_widths,
+            f"default shape {default} is not on the menu of verify widths {self.verify_widths}",
+        )
+        if self.draft_vocabulary is not None:
+            _require_ascending("draft_vocabulary", self.draft_vocabulary, 0)
+            self._require_children_within(len(self.draft_vocabulary))
+
+    @property
+    def largest_shape(self) -> TreeShape:
+        """The largest tree on the menu: what buffers are made for."""
+        return TreeShape(self.draft_width, self.draft_depths[-1], self.verify_widths[-1])
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raises ValueError where the policy does not fit a drafter of this vocabulary."""
+        self._require_children_within(vocab_size)
+        if self.draft_vocabulary is not None:
+            last = self.draft_vocabulary[-1]
+            _require(last < vocab_size, f"draft_vocabulary holds {last}; the drafter has {vocab_size} tokens")
+
+    def _require_children_within(self, num_tokens: int) -> None:
+        _require(
+            self.children_per_node <= num_tokens,
+            f"children_per_node={self.children_per_node} exceeds the {num_tokens} tokens of the drafter's vocabulary",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of an iteration: its name, where it runs, and the stages of the same iteration that it waits for."""
+
+    name: str
+    resource: str
+    after: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _require_member("stage", self.name, STAGES)
+        _require_member("resource", self.resource, RESOURCES)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSchedule:
+    """The stages of one iteration, each after everything it waits for; that order leaves no room for a cycle."""
+
+    name: str
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        _require_member("schedule", self.name, SCHEDULES)
+        names = [stage.name for stage in self.stages]
+        _require(len(set(names)) == len(names), f"schedule {self.name} names a stage twice: {', '.join(names)}")
+        missing = {"verify", "accept"} - set(names)
+        _require(not missing, f"schedule {self.name} lacks the stage {', '.join(sorted(missing))}")
+        for index, stage in enumerate(self.stages):
+            unknown = sorted(set(stage.after) - set(names))
+            _require(not unknown, f"stage {stage.name} waits for {unknown!s:.80}, which the schedule does not have")
+            late = sorted(set(stage.after) - set(names[:index]))
+            _require(not late, f"stage {stage.name} waits for {late}, which come no earlier: a cycle or a wrong order")
+
+
+def sequential_schedule() -> StageSchedule:
+    """One stage after the other: the schedule that is always possible."""
+    return StageSchedule(
+        "sequential",
+        (
+            Stage("depth", "host", ()),
+            Stage("grow", "device", ("depth",)),
+            Stage("prune", "host", ("grow",)),
+            Stage("verify", "device", ("prune",)),
+            Stage("accept", "host", ("verify",)),
+            Stage("emit", "host", ("accept",)),
+        ),
+    )
+
+
+# ---- what a plan was made for, and from ----
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """One model of the pair, as the plan's decisions depend on it.
+
+    fingerprint: sha256, hex, over the checkpoint's configuration, weights and tokenizer.
+    dtype:       of the weights as they run. vocab_size: rows of the output layer, padding included.
+    context:     positions the model can attend to.
+    """
+
+    name: str
+    architecture: str
+    fingerprint: str
+    dtype: str
+    vocab_size: int
+    context: int
+    num_layers: int
+    hidden_size: int
+    num_key_value_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name) and bool(self.architecture), "a model needs a name and an architecture")
+        _require_sha256("fingerprint", self.fingerprint)
+        _require_member("dtype", self.dtype, DTYPES)
+        for name in ("vocab_size", "context", "num_layers", "hidden_size", "num_key_value_heads", "head_dim"):
+            _require(getattr(self, name) >= 1, f"model {self.name}: {name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyPoint:
+    """A measured step: median seconds of a role at a width (rows) and an extent (KV rows read), and their spread."""
+
+    role: str
+    width: int
+    extent: int
+    seconds: float
+    spread_s: float
+
+    def __post_init__(self) -> None:
+        _require_member("role", self.role, ROLES)
+        _require(self.width >= 1 and self.extent >= 1, f"latency at width {self.width}, extent {self.extent}")
+        _require(self.seconds > 0 and self.spread_s >= 0, f"latency of {self.seconds} s, spread {self.spread_s} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the search expects on text like the calibration's; seconds per output token, tokens per verifier call."""
+
+    tpot_s: float
+    plain_tpot_s: float
+    tokens_per_iteration: float
+
+    def __post_init__(self) -> None:
+        _require(self.tpot_s > 0 and self.plain_tpot_s > 0, "a predicted time per token must be above 0")
+        _require(self.tokens_per_iteration >= 1, f"{self.tokens_per_iteration} tokens per iteration; at least 1 comes")
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRecord:
+    """The text that the tables were estimated from. sha256: of the prompts file."""
+
+    name: str
+    sha256: str
+    num_prompts: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        _require_sha256("calibration sha256", self.sha256)
+        _require(self.num_prompts >= 1 and self.num_tokens >= 1, "a calibration has at least one prompt and token")
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Who made the plan, advisory. created: ISO 8601 with a UTC offset."""
+
+    yggc_version: str
+    torch_version: str
+    created: str
+
+    def __post_init__(self) -> None:
+        try:
+            moment = datetime.fromisoformat(self.created)
+        except ValueError:
+            moment = None
+        _require(moment is not None and moment.tzinfo is not None, f"created={self.created!r} is not an ISO 8601 time")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a build decided for one pair on one SKU.
+
+    sku, target, dtype, num_threads: the machine and the number format it was made for; see yggrt.target.
+    max_context: positions a request may reach, prompt included.
+    plain_width: rows of the verify step that decodes plainly the fastest; all but one are padding.
+    prediction, curves, calibration: None or empty where nothing was measured.
+    """
+
+    sku: str
+    target: str
+    dtype: str
+    num_threads: int
+    max_context: int
+    drafter: ModelIdentity
+    verifier: ModelIdentity
+    policy: TreePolicy
+    schedule: StageSchedule
+    acceptance_table: AcceptanceTable
+    plain_width: int
+    prediction: Prediction | None
+    curves: tuple[LatencyPoint, ...]
+    calibration: CalibrationRecord | None
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        _require_member("target", self.target, TARGETS)
+        _require_member("dtype", self.dtype, DTYPES)
+        _require(bool(self.sku), "a plan names its SKU")
+        _require(self.num_threads >= 1, f"num_threads={self.num_threads} must be at least 1")
+        _require(self.plain_width >= 1, f"plain_width={self.plain_width} must be at least 1")
+        _require(
+            1 <= self.max_context <= self.verifier.context,
+            f"max_context={self.max_context} is not within the verifier's context of {self.verifier.context}",
+        )
+        self.policy.require_vocabulary(self.drafter.vocab_size)
+        _require(
+            math.isclose(self.acceptance_table.log_q_min, LOG_Q_MIN),
+            f"the acceptance table starts at log q = {self.acceptance_table.log_q_min}; the draft pass at {LOG_Q_MIN}",
+        )
+        _require(
+            self.policy.children_per_node <= self.acceptance_table.num_ranks,
+            f"children_per_node={self.policy.children_per_node} exceeds the {self.acceptance_table.num_ranks} ranks "
+            "of the acceptance table",
+        )
+
+
+def encode_plan(plan: Plan) -> bytes:
+    return wire.encode(PLAN_FORMAT, plan)
+
+
+def decode_plan(data: bytes) -> Plan:
+    """Raises PlanFormatError for whatever is wrong with the bytes."""
+    return wire.decode(PLAN_FORMAT, Plan, data)
+
+
+def read_plan(path: Path) -> Plan:
+    """Raises PlanFormatError, naming the path."""
+    return wire.read_file(PLAN_FORMAT, Plan, path)
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Atomic: the file is the old one or the whole new one. Raises OSError."""
+    wire.write_atomically(path, encode_plan(plan))
+
+
+# ---- what a bundle holds and needs ----
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """What the runtime must know of a model to feed its artifacts.
+
+    fingerprint: as in the plan's ModelIdentity.
+    layers:      what each layer keeps in the KV cache, first layer first.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    hidden_size: int
+    context: int
+    layers: tuple[LayerLayout, ...]
+
+    def __post_init__(self) -> None:
+        _require_sha256("fingerprint", self.fingerprint)
+        _require(min(self.vocab_size, self.hidden_size, self.context) >= 1, "a model's sizes start at 1")
+        _require(len(self.layers) >= 1, "a model has at least one layer")
+        for layer in self.layers:
+            sizes = (layer.num_heads, layer.key_dim, layer.value_dim, 1 if layer.window is None else layer.window)
+            _require(min(sizes) >= 1, "heads, dimensions and window of a layer start at 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One compiled file and the static sizes it was compiled with; the runtime checks every call against them."""
+
+    role: str
+    file: str
+    num_bytes: int
+    sha256: str
+    limits: StepLimits
+
+    def __post_init__(self) -> None:
+        _require_member("artifact role", self.role, ROLES)
+        _require_file(self.file, self.num_bytes, self.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFile:
+    """Another file of the bundle: plan, weights, tokenizer."""
+
+    file: str
+    num_bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _require_file(self.file, self.num_bytes, self.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a bundle is made of and what it needs; fatal where it does not fit, see yggrt.target.
+
+    torch_version:   major.minor.patch; compiled code is bound to it.
+    architecture:    `x86_64`, `aarch64`, or a compute capability such as `sm_90`.
+    instruction_set: CPU features the compiled code uses, of yggrt.target's names.
+    num_threads:     the compiled loops were split for.
+    """
+
+    step_abi_version: int
+    torch_version: str
+    target: str
+    architecture: str
+    instruction_set: tuple[str, ...]
+    sku: str
+    num_threads: int
+    dtype: str
+    max_context: int
+    drafter: ModelLayout
+    verifier: ModelLayout
+    artifacts: tuple[Artifact, ...]
+    files: tuple[BundleFile, ...]
+    text: TextSpec
+
+    def __post_init__(self) -> None:
+        _require_member("target", self.target, TARGETS)
+        _require_member("dtype", self.dtype, DTYPES)
+        _require(bool(self.sku) and bool(self.architecture), "a bundle names its SKU and architecture")
+        _require(self.num_threads >= 1, f"num_threads={self.num_threads} must be at least 1")
+        _require(
+            1 <= self.max_context <= self.verifier.context,
+            f"max_context={self.max_context} is not within the verifier's context of {self.verifier.context}",
+        )
+        names = [artifact.file for artifact in self.artifacts] + [entry.file for entry in self.files]
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
+        _require(not twice, f"a bundle lists twice: {', '.join(twice):.200}")
+        _require(MANIFEST_FILE not in names, f"{MANIFEST_FILE} lists itself")
+        roles = [artifact.role for artifact in self.artifacts]
+        _require("verify" in roles, "a bundle needs an artifact of the role verify")
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return wire.encode(MANIFEST_FORMAT, manifest)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Raises BundleFormatError for whatever is wrong with the bytes."""
+    return wire.decode(MANIFEST_FORMAT, Manifest, data)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a bundle folder. Raises BundleFormatError, naming the path."""
+    if not (folder / MANIFEST_FILE).is_file():
+        raise BundleFormatError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}. Build one with yggc build.")
+    return wire.read_file(MANIFEST_FORMAT, Manifest, folder / MANIFEST_FILE)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Atomic; written last, it makes the folder a bundle. Raises OSError."""
+    wire.write_atomically(folder / MANIFEST_FILE, encode_manifest(manifest))
+
+
+# ---- rules ----
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def _require_member(noun: str, value: str, members: tuple[str, ...]) -> None:
+    _require(value in members, f"unknown {noun} {value!r:.80}; known: {', '.join(members)}")
+
+
+def _require_ascending(name: str, values: tuple[int, ...], smallest: int) -> None:
+    _require(
+        len(values) >= 1 and values[0] >= smallest and all(a < b for a, b in zip(values, values[1:], strict=False)),
+        f"{name} must be ascending, from {smallest} or more, and not empty; found {str(values):.80}",
+    )
+
+
+def _require_sha256(noun: str, digest: str) -> None:
+    is_sha256 = re.fullmatch(r"[0-9a-f]{64}", digest) is not None
+    _require(is_sha256, f"{noun} {digest!r:.80} is not a sha256 in lower-case hex")
+
+
+def _require_file(file: str, num_bytes: int, sha256: str) -> None:
+    """A bare name only: a bundle never reaches outside its own folder."""
+    _require(
+        re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9._+-]{0,199}", file) is not None and ".." not in file,
+        f"{file!r:.80} is not a bare file name of letters, digits, '.', '_', '+' and '-'",
+    )
+    _require(num_bytes >= 0, f"{file} has {num_bytes} bytes")
+    _require_sha256(f"sha256 of {file}", sha256)

@@ -1,0 +1,42 @@
+"""A bundle for people to read."""
+
+from __future__ import annotations
+
+from yggrt.bundle import Bundle
+from yggrt.plan import ModelIdentity
+
+
+def describe(bundle: Bundle) -> str:
+    """What was built, from what, for which machine, and what was decided, a line each."""
+    plan, manifest = bundle.plan, bundle.manifest
+    shape = plan.policy.default_shape
+    lines = [
+        f"bundle      {bundle.path}  ({bundle.num_bytes / 1e6:.0f} MB)",
+        f"verifier    {_model(plan.verifier)}",
+        f"drafter     {_model(plan.drafter)}",
+        f"made for    {plan.sku}, {plan.num_threads} threads, {plan.dtype}, torch {manifest.torch_version}",
+        f"context     {plan.max_context} tokens, prompt included",
+        f"tree        width {shape.draft_width}, depth {shape.draft_depth}, {shape.verify_width} nodes verified, "
+        f"{plan.policy.children_per_node} children a node",
+        f"schedule    {plan.schedule.name}: {' > '.join(stage.name for stage in plan.schedule.stages)}",
+        f"plain       {plan.plain_width} rows a step",
+        f"calibration {plan.calibration.name if plan.calibration else 'none: raw drafter probabilities'}",
+        f"prediction  {f'{plan.prediction.tpot_s * 1e3:.2f} ms a token' if plan.prediction else 'none'}",
+        f"made by     yggc {plan.provenance.yggc_version}, {plan.provenance.created}",
+        "measured steps:" if plan.curves else "measured steps: none",
+    ]
+    lines += [
+        f"  {point.role:<7} width {point.width:<4} extent {point.extent:<6} {point.seconds * 1e3:7.2f} ms "
+        f"± {point.spread_s * 1e3:.2f}"
+        for point in plan.curves
+    ]
+    lines.append("files:")
+    lines += [f"  {entry.file:<16} {entry.num_bytes / 1e6:9.1f} MB  sha256 {entry.sha256[:16]}…" for entry in bundle.entries]
+    return "\n".join(lines)
+
+
+def _model(model: ModelIdentity) -> str:
+    return (
+        f"{model.name} ({model.architecture}, {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"{model.vocab_size} tokens, fingerprint {model.fingerprint[:12]})"
+    )

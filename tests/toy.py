@@ -1,0 +1,111 @@
+"""Tiny deterministic models and engines over eager steps: the fixture of the lossless tests.
+
+A 2-layer random fp32 Llama with a vocabulary of 64, and three drafters: itself (agrees always), a noised copy
+(sometimes) and an unrelated model (never, but by chance).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from yggc.export import StepModule, draft_pass, eager_run, verify_step
+from yggrt.artifacts import Step, StepLimits
+from yggrt.engine import Engine
+from yggrt.executor import Decoder
+from yggrt.kvcache import KvCache, rows_needed
+from yggrt.plan import identity_table
+from yggrt.tree import TreeShape
+
+VOCAB_SIZE = 64
+NUM_KNOTS = 33
+MAX_CONTEXT = 192
+DRAFTERS = ("always", "sometimes", "never")
+
+
+def make_llama(seed: int, **overrides: object) -> LlamaForCausalLM:
+    """A random Llama whose greedy text is varied: weights are large, so that the argmax follows the context."""
+    sizes: dict = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.35, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**(sizes | overrides))).eval()
+
+
+def make_drafter(kind: str, verifier: PreTrainedModel) -> PreTrainedModel:
+    """One of DRAFTERS for this verifier."""
+    if kind == "never":
+        return make_llama(99, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32)
+    drafter = copy.deepcopy(verifier)
+    if kind == "sometimes":
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter += 0.12 * parameter.std() * torch.randn_like(parameter)
+    return drafter
+
+
+def make_limits(shape: TreeShape, max_context: int = MAX_CONTEXT) -> StepLimits:
+    """Limits that hold one tree shape."""
+    return StepLimits(
+        kv_rows=rows_needed(max_context, shape.capacity),
+        max_width=512,
+        max_moves=max(shape.draft_depth, 1),
+        max_nodes=max(shape.capacity, 2),
+        pool_size=shape.pool_size,
+        num_children=max(shape.draft_width, 8),
+        num_knots=NUM_KNOTS,
+    )
+
+
+def make_steps(drafter: PreTrainedModel, verifier: PreTrainedModel, limits: StepLimits) -> tuple[StepModule, StepModule]:
+    """(verify, draft) step modules of copies of the models."""
+    return (
+        verify_step(copy.deepcopy(verifier), VOCAB_SIZE, limits),
+        draft_pass(copy.deepcopy(drafter), VOCAB_SIZE, limits),
+    )
+
+
+def make_engine(
+    drafter: PreTrainedModel,
+    verifier: PreTrainedModel,
+    shape: TreeShape,
+    *,
+    eos_ids: tuple[int, ...] = (),
+    max_context: int = MAX_CONTEXT,
+    drafter_context: int = 512,
+    plain_width: int = 1,
+    codec=None,
+    runs=None,
+) -> Engine:
+    """An engine over eager steps, or over `runs` = (verify, draft) callables of compiled ones."""
+    limits = make_limits(shape, max_context)
+    verify, draft = make_steps(drafter, verifier, limits)
+    run_verify, run_draft = runs or (eager_run(verify), eager_run(draft))
+    table = identity_table(limits.num_children, NUM_KNOTS)
+    decoder = Decoder(
+        Step("verify", run_verify, verify.inputs, limits),
+        Step("draft", run_draft, draft.inputs, limits),
+        KvCache(verify.layouts, limits, verify.dtype),
+        KvCache(draft.layouts, limits, draft.dtype),
+        torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),
+        max_context,
+        plain_width,
+    )
+    return Engine(decoder, shape, codec, frozenset(eos_ids), VOCAB_SIZE, drafter_context, torch.get_num_threads())
+
+
+def hf_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eos_ids: tuple[int, ...] = ()) -> list[int]:
+    """What transformers' own greedy search says."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        ids = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
+            max_new_tokens=max_new_tokens, eos_token_id=list(eos_ids) or None, pad_token_id=0,
+        )  # fmt: skip
+    return ids[0, len(prompt) :].tolist()

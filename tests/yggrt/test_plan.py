@@ -1,0 +1,363 @@
+"""Plans and manifests: they come back equal, keep their old files readable, and refuse what cannot be.
+
+Run as a script (`python tests/yggrt/test_plan.py`) it writes the fixtures of the current format version. Once a version
+has been released its fixtures stay as they are, and a change of the fields needs the next version.
+"""
+
+import dataclasses
+import math
+import random
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from yggrt import plan as plans
+from yggrt import wire
+from yggrt.artifacts import LOG_Q_MIN, LayerLayout, StepLimits
+from yggrt.errors import BundleFormatError, PlanFormatError
+from yggrt.plan import (
+    AcceptanceTable,
+    Artifact,
+    BundleFile,
+    CalibrationRecord,
+    LatencyPoint,
+    Manifest,
+    ModelIdentity,
+    ModelLayout,
+    Plan,
+    Prediction,
+    Provenance,
+    Stage,
+    StageSchedule,
+    TreePolicy,
+    identity_table,
+    sequential_schedule,
+)
+from yggrt.text import TextSpec
+from yggrt.tree import TreeShape
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+SHA256 = "0123456789abcdef" * 4
+
+
+def sample_plan() -> Plan:
+    """A plan that uses every field of format version 1."""
+    return Plan(
+        sku="cpu-x86_64-avx512_bf16-2c",
+        target="cpu",
+        dtype="bfloat16",
+        num_threads=2,
+        max_context=2048,
+        drafter=ModelIdentity("small", "LlamaForCausalLM", SHA256, "bfloat16", 49152, 2048, 2, 192, 3, 64),
+        verifier=ModelIdentity("large", "LlamaForCausalLM", SHA256, "bfloat16", 49280, 8192, 30, 576, 3, 64),
+        policy=TreePolicy(8, (0, 2, 4), (4, 8, 16), 8, (0, 1, 2, 3, 4, 5, 6, 7, 49151), TreeShape(8, 4, 16)),
+        schedule=sequential_schedule(),
+        acceptance_table=identity_table(8, num_knots=5),
+        plain_width=4,
+        prediction=Prediction(tpot_s=0.008, plain_tpot_s=0.015, tokens_per_iteration=2.5),
+        curves=(LatencyPoint("verify", 8, 128, 0.0173, 0.0004), LatencyPoint("draft", 8, 128, 0.0021, 0.0)),
+        calibration=CalibrationRecord("built-in", SHA256, 60, 7680),
+        provenance=Provenance("0.1.0", "2.14.1+cpu", "2025-11-29T22:33:00+00:00"),
+    )
+
+
+def sample_manifest() -> Manifest:
+    """A manifest that uses every field of format version 1."""
+    limits = StepLimits(
+        kv_rows=2100, max_width=64, max_moves=16, max_nodes=33, pool_size=24, num_children=8, num_knots=33
+    )
+    full, sliding = LayerLayout(3, 64, 64, None), LayerLayout(1, 32, 48, 512)
+    return Manifest(
+        step_abi_version=1,
+        torch_version="2.14.1",
+        target="cpu",
+        architecture="x86_64",
+        instruction_set=("avx2", "avx512f", "avx512_bf16"),
+        sku="cpu-x86_64-avx512_bf16-2c",
+        num_threads=2,
+        dtype="bfloat16",
+        max_context=2048,
+        drafter=ModelLayout(SHA256, 49152, 192, 2048, (full, full)),
+        verifier=ModelLayout(SHA256, 49280, 576, 8192, (sliding, full)),
+        artifacts=(
+            Artifact("verify", "verify.pt2", 378_000_000, SHA256, limits),
+            Artifact("draft", "draft.pt2", 2**33, SHA256, limits),
+        ),
+        files=(BundleFile("plan.ygg", 900, SHA256), BundleFile("tokenizer.json", 2_100_000, SHA256)),
+        text=TextSpec("{{ messages[0].content }}", "<s>", "</s>", None, None, (0, 2)),
+    )
+
+
+KINDS = [
+    pytest.param(plans.encode_plan, plans.decode_plan, sample_plan, PlanFormatError, id="plan"),
+    pytest.param(plans.encode_manifest, plans.decode_manifest, sample_manifest, BundleFormatError, id="manifest"),
+]
+
+
+@pytest.mark.parametrize("encode, decode, sample, error", KINDS)
+def test_a_file_comes_back_equal_and_its_bytes_are_always_the_same(encode, decode, sample, error):
+    assert decode(encode(sample())) == sample()
+    assert encode(decode(encode(sample()))) == encode(sample())
+
+
+def test_what_was_not_measured_may_be_absent():
+    bare = dataclasses.replace(sample_plan(), prediction=None, curves=(), calibration=None)
+    assert plans.decode_plan(plans.encode_plan(bare)) == bare
+
+
+@pytest.mark.parametrize("encode, decode, sample, error", KINDS)
+def test_every_truncation_and_bit_flip_gives_only_the_formats_error(encode, decode, sample, error):
+    data = encode(sample())
+    rng = random.Random(0)
+    started = time.monotonic()
+    for _ in range(1000):
+        with pytest.raises(error):
+            decode(data[: rng.randrange(len(data))])
+        flipped = bytearray(data)
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        with pytest.raises(error):
+            decode(bytes(flipped))
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("encode, decode, sample, error", KINDS)
+def test_damage_under_a_right_checksum_gives_a_valid_value_or_the_formats_error(encode, decode, sample, error):
+    data = encode(sample())
+    rng = random.Random(1)
+    for _ in range(1000):
+        body = bytearray(data[24:])
+        body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+        if rng.random() < 0.2:
+            del body[rng.randrange(len(body)) :]
+        try:
+            value = decode(with_body(data, bytes(body)))
+        except error:
+            continue
+        assert decode(encode(value)) == value
+
+
+def with_body(data: bytes, body: bytes) -> bytes:
+    """The same file with another body and a checksum that fits."""
+    header = data[:12] + struct.pack("<Q", len(body))
+    return header + struct.pack("<I", zlib.crc32(body, zlib.crc32(header))) + body
+
+
+def edited(data: bytes, path: str, value: object) -> bytes:
+    """The file somebody gets who edits one field by hand; path is like "policy.draft_width" or "curves.0.width"."""
+    tree = msgpack.unpackb(data[24:])
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    node = tree
+    for part in parents:
+        node = node[part]
+    node[last] = value
+    return with_body(data, msgpack.packb(tree))
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("target", "tpu", "unknown target"),
+        ("dtype", "int4", "unknown dtype"),
+        ("sku", "", "SKU"),
+        ("num_threads", 0, "num_threads"),
+        ("max_context", 0, "max_context"),
+        ("max_context", 8193, "verifier's context"),
+        ("plain_width", 0, "plain_width"),
+        ("drafter.fingerprint", "abc", "sha256"),
+        ("drafter.num_layers", 0, "num_layers"),
+        ("drafter.vocab_size", 49151, "draft_vocabulary holds 49151"),
+        ("verifier.name", "", "name"),
+        ("policy.draft_width", 0, "widths start at 1"),
+        ("policy.draft_width", 4, "default shape"),
+        ("policy.draft_depths", [], "draft_depths"),
+        ("policy.draft_depths", [4, 2], "ascending"),
+        ("policy.draft_depths", [2, 2, 4], "ascending"),
+        ("policy.draft_depths", [-1, 4], "ascending"),
+        ("policy.draft_depths", [0, 2], "exceeds|menu"),
+        ("policy.verify_widths", [0, 16], "verify_widths"),
+        ("policy.verify_widths", [16, 34], "exceeds the 33 nodes"),
+        ("policy.verify_widths", [4, 8], "menu of verify widths"),
+        ("policy.children_per_node", 0, "children_per_node"),
+        ("policy.children_per_node", 9, "exceeds the 8 ranks"),
+        ("policy.children_per_node", 10, "exceeds the 9 tokens"),
+        ("policy.draft_vocabulary", [], "draft_vocabulary"),
+        ("policy.draft_vocabulary", [1, 1, 2, 3, 4, 5, 6, 7], "ascending"),
+        ("policy.draft_vocabulary", [-1, 1, 2, 3, 4, 5, 6, 7], "ascending"),
+        ("policy.default_shape.verify_width", 34, "exceeds the 33 nodes"),
+        ("policy.default_shape.draft_depth", 3, "menu"),
+        ("acceptance_table.log_a.0", 0.1, "not the log of a chance"),
+        ("acceptance_table.log_a.0", math.nan, "finite"),
+        ("acceptance_table.log_a.0", -math.inf, "finite"),
+        ("acceptance_table.log_a", [0.0] * 39, "39 values instead of 8 ranks \\* 5 knots"),
+        ("acceptance_table.num_knots", 1, "2 knots"),
+        ("acceptance_table.log_q_min", 0.0, "below 0"),
+        ("acceptance_table.log_q_min", -16.0, "the draft pass at"),
+        ("schedule.name", "magic", "unknown schedule"),
+        ("schedule.stages", [], "lacks the stage accept, verify"),
+        ("schedule.stages.0.name", "sleep", "unknown stage"),
+        ("schedule.stages.0.name", "verify", "names a stage twice"),
+        ("schedule.stages.0.resource", "cloud", "unknown resource"),
+        ("schedule.stages.0.after", ["emit"], "a cycle or a wrong order"),
+        ("schedule.stages.0.after", ["depth"], "a cycle or a wrong order"),
+        ("schedule.stages.1.after", ["head_draft"], "which the schedule does not have"),
+        ("curves.0.role", "guess", "unknown role"),
+        ("curves.0.width", 0, "width 0"),
+        ("curves.0.seconds", 0.0, "latency of 0"),
+        ("curves.0.spread_s", -1.0, "spread"),
+        ("prediction.tpot_s", 0.0, "above 0"),
+        ("prediction.tokens_per_iteration", 0.9, "at least 1"),
+        ("calibration.num_prompts", 0, "at least one"),
+        ("calibration.sha256", SHA256.upper(), "lower-case hex"),
+        ("provenance.created", "yesterday", "ISO 8601"),
+        ("provenance.created", "2025-11-29T22:33:00", "ISO 8601"),
+    ],
+)
+def test_a_plan_edited_into_the_impossible_is_refused_and_says_why(path, value, message):
+    with pytest.raises(PlanFormatError, match=message):
+        plans.decode_plan(edited(plans.encode_plan(sample_plan()), path, value))
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("target", "tpu", "unknown target"),
+        ("num_threads", 0, "num_threads"),
+        ("architecture", "", "architecture"),
+        ("max_context", 9000, "verifier's context"),
+        ("drafter.fingerprint", "", "sha256"),
+        ("drafter.vocab_size", 0, "sizes start at 1"),
+        ("drafter.layers", [], "at least one layer"),
+        ("drafter.layers.0.window", 0, "start at 1"),
+        ("drafter.layers.0.num_heads", 0, "start at 1"),
+        ("artifacts", [], "role verify"),
+        ("artifacts.0.role", "prefill", "unknown artifact role"),
+        ("artifacts.0.num_bytes", -1, "-1 bytes"),
+        ("artifacts.0.limits.kv_rows", 0, "kv_rows"),
+        ("files.0.file", "bundle.ygg", "lists itself"),
+        ("files.0.file", "verify.pt2", "lists twice: verify.pt2"),
+        ("files.0.sha256", "0" * 63, "sha256"),
+        ("text.eos_ids", [2, 0], "ascending"),
+        ("text.eos_ids", [-1], "ascending"),
+    ],
+)
+def test_a_manifest_edited_into_the_impossible_is_refused_and_says_why(path, value, message):
+    with pytest.raises(BundleFormatError, match=message):
+        plans.decode_manifest(edited(plans.encode_manifest(sample_manifest()), path, value))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "/etc/passwd",
+        "a/b",
+        "a\\b",
+        "C:\\x",
+        "a\0b",
+        "a..b",
+        ".hidden",
+        "-o",
+        "a\n",
+        "a b",
+        "ä",
+        "a" * 201,
+    ],
+)
+@pytest.mark.parametrize("place", ["artifacts.0.file", "files.0.file"])
+def test_only_bare_file_names_are_accepted(place, name):
+    with pytest.raises(BundleFormatError, match="not a bare file name"):
+        plans.decode_manifest(edited(plans.encode_manifest(sample_manifest()), place, name))
+
+
+def test_a_long_list_of_names_is_checked_quickly():
+    files = tuple(BundleFile(f"weights-{index}.safetensors", 1, SHA256) for index in range(20_000))
+    started = time.monotonic()
+    plans.decode_manifest(plans.encode_manifest(dataclasses.replace(sample_manifest(), files=files)))
+    assert time.monotonic() - started < 5
+
+
+def test_a_plan_may_decide_against_speculation():
+    policy = TreePolicy(1, (0,), (1,), 1, None, TreeShape(1, 0, 1))
+    assert policy.largest_shape == TreeShape(1, 0, 1)
+
+
+def test_a_chain_is_a_tree_of_width_one():
+    assert TreePolicy(1, (4,), (5,), 1, None, TreeShape(1, 4, 5)).largest_shape.capacity == 5
+
+
+def test_the_identity_table_gives_q_at_every_rank_and_between_knots():
+    table = identity_table(8, num_knots=33)
+    rng = random.Random(0)
+    for _ in range(500):
+        log_q = rng.uniform(LOG_Q_MIN, 0)
+        assert table.log_acceptance(rng.randrange(8), log_q) == pytest.approx(log_q, abs=1e-12)
+    assert table.log_acceptance(0, 0.0) == 0.0
+    assert table.log_acceptance(0, -1000.0) == table.log_acceptance(0, LOG_Q_MIN) == pytest.approx(LOG_Q_MIN)
+
+
+def test_a_table_is_linear_between_its_knots_and_has_a_row_for_each_rank():
+    table = AcceptanceTable(2, 3, -4.0, (-3.0, -1.0, -0.5, -9.0, -8.0, -7.0))
+    assert [table.log_acceptance(0, log_q) for log_q in (-4.0, -3.0, -2.0, -1.0, 0.0)] == [
+        -3.0,
+        -2.0,
+        -1.0,
+        -0.75,
+        -0.5,
+    ]
+    assert table.log_acceptance(1, -2.0) == -8.0
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match="rank"):
+            table.log_acceptance(rank, -1.0)
+
+
+def test_a_cycle_cannot_be_written():
+    with pytest.raises(ValueError, match="cycle"):
+        StageSchedule("sequential", (Stage("verify", "device", ("accept",)), Stage("accept", "host", ("verify",))))
+
+
+def test_files_are_written_atomically_and_read_by_path(tmp_path: Path):
+    plans.write_plan(tmp_path / plans.PLAN_FILE, sample_plan())
+    plans.write_manifest(tmp_path, sample_manifest())
+    assert plans.read_plan(tmp_path / plans.PLAN_FILE) == sample_plan()
+    assert plans.read_manifest(tmp_path) == sample_manifest()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["bundle.ygg", "plan.ygg"]
+
+
+def test_a_folder_without_a_manifest_is_not_a_bundle(tmp_path: Path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(BundleFormatError, match="is not a bundle: it has no bundle.ygg. Build one with yggc build"):
+            plans.read_manifest(folder)
+
+
+def test_a_plan_is_not_taken_for_a_manifest():
+    with pytest.raises(BundleFormatError, match="not a bundle"):
+        plans.decode_manifest(plans.encode_plan(sample_plan()))
+
+
+def test_every_readable_version_has_a_fixture_that_is_still_read():
+    for version in range(plans.OLDEST_READABLE_VERSION, plans.FORMAT_VERSION + 1):
+        plan = plans.read_plan(FIXTURES / f"v{version}.plan.ygg")
+        manifest = wire.read_file(plans.MANIFEST_FORMAT, Manifest, FIXTURES / f"v{version}.bundle.ygg")
+        if version == plans.FORMAT_VERSION:
+            assert (plan, manifest) == (sample_plan(), sample_manifest())
+
+
+def test_a_version_that_is_not_readable_is_refused_by_number():
+    for version in (0, plans.FORMAT_VERSION + 1):
+        data = bytearray(plans.encode_plan(sample_plan()))
+        data[8:12] = struct.pack("<I", version)
+        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 1 to 1. Rebuild it"):
+            plans.decode_plan(bytes(data))
+
+
+if __name__ == "__main__":
+    FIXTURES.mkdir(exist_ok=True)
+    plans.write_plan(FIXTURES / f"v{plans.FORMAT_VERSION}.plan.ygg", sample_plan())
+    (FIXTURES / f"v{plans.FORMAT_VERSION}.bundle.ygg").write_bytes(plans.encode_manifest(sample_manifest()))

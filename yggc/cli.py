@@ -1,0 +1,124 @@
+"""The command `yggc`: build a bundle, inspect a pair, show a bundle, clean the cache. Errors are one line and exit 1."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands and flags."""
+    parser = argparse.ArgumentParser(
+        prog="yggc",
+        description="Compile a drafter and a verifier into a bundle that answers faster and says exactly what the verifier would.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    build = commands.add_parser("build", help="compile a pair into a bundle")
+    _add_pair(build)
+    build.add_argument("-o", "--output", type=Path, metavar="DIR", help="default ./<drafter>+<verifier>.bundle")
+    build.add_argument("--target", default="cpu", help="cpu (the default)")
+    build.add_argument("--dtype", default="bfloat16", help="bfloat16 (the default) or float32")
+    build.add_argument("--max-context", type=int, metavar="N", help="tokens a request may reach; default the verifier's, up to 8192")
+    build.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; default all cores")
+    build.set_defaults(handler=_build)
+
+    inspect = commands.add_parser("inspect", help="do these two models fit together?")
+    _add_pair(inspect)
+    inspect.add_argument("--json", action="store_true")
+    inspect.set_defaults(handler=_inspect)
+
+    show = commands.add_parser("show", help="what a bundle holds")
+    show.add_argument("bundle", type=Path)
+    show.add_argument("--json", action="store_true")
+    show.set_defaults(handler=_show)
+
+    clean = commands.add_parser("clean", help="remove the kept stages of all builds")
+    clean.set_defaults(handler=_clean)
+    return parser
+
+
+def _add_pair(parser: argparse.ArgumentParser) -> None:
+    accepted = "folder, hub id or GGUF file"
+    parser.add_argument("--drafter", required=True, metavar="D", help=f"the small model: {accepted}")
+    parser.add_argument("--verifier", required=True, metavar="V", help=f"the model whose words count: {accepted}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = make_parser().parse_args(arguments)
+    from yggrt.errors import YggError  # after parsing: --help should not wait for torch
+
+    try:
+        code: int = options.handler(options)
+        return code
+    except (YggError, ValueError) as error:
+        print(f"yggc: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nyggc: interrupted; nothing partial is left, and finished stages are kept for the next try", file=sys.stderr)
+        return 130
+
+
+def _build(options: argparse.Namespace) -> int:
+    from yggc.build import build
+    from yggc.config import BuildOptions
+    from yggc.progress import Progress
+    from yggc.stage_cache import cache_folder
+
+    wanted = BuildOptions(
+        drafter=options.drafter,
+        verifier=options.verifier,
+        output=options.output,
+        target=options.target,
+        dtype=options.dtype,
+        max_context=options.max_context,
+        num_threads=options.threads,
+    )
+    report = build(wanted, Progress(cache_folder() / "durations.json"))
+    print(f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads")
+    print(f'try: yggrt run {report.output} "Why is the sky blue?"')
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from yggc.checkpoints import open_checkpoint
+    from yggc.inspect import inspect_pair
+
+    pair = inspect_pair(open_checkpoint(options.drafter), open_checkpoint(options.verifier))
+    found = asdict(pair)
+    if options.json:
+        print(json.dumps(found, ensure_ascii=False, indent=1))
+        return 0
+    print("the pair fits")
+    for name, value in found.items():
+        if name != "notices":
+            print(f"  {name:<24} {value}")
+    for notice in pair.notices:
+        print(f"note: {notice}")
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from yggrt.cli import main as runtime_main
+
+    return runtime_main(["show", str(options.bundle), *(["--json"] if options.json else [])])
+
+
+def _clean(_options: argparse.Namespace) -> int:
+    from yggc.stage_cache import cache_folder
+
+    root = cache_folder()
+    num_bytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) if root.is_dir() else 0
+    shutil.rmtree(root, ignore_errors=True)
+    print(f"removed {root} ({num_bytes / 1e6:.0f} MB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

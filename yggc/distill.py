@@ -1,0 +1,416 @@
+"""`yggc distill`: makes a small drafter for a verifier, from text that the verifier writes itself.
+
+Two phases: the verifier writes blocks of conversations (`distill_data`), then a small Llama with the verifier's tokenizer
+learns to say what it would say next. What is done lies in a folder beside the output, saved at least every minute; a run
+begun again goes on there, and on the CPU gives the weights that an unbroken run gives.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
+from yggc.distill_data import ANSWER_LIMIT, ROLE_ANSWER, Block, Decoder, PromptSource
+from yggc.distill_training import WARMUP_STEPS, Trainer, drafter_config, make_drafter, mlp_size
+
+GENERATE_SHARE = 0.55  # of the hours; the rest trains
+TRAIN_PASSES = 8  # over the text, where the size is given in tokens
+DRAFT_PASS_COST = 0.07  # the most a draft pass may take, of a verifier's step
+DRAFT_ROWS = 8  # tokens in a draft pass while its cost is measured
+SHAPES = ((1, 64), (1, 128), (2, 128), (2, 192), (2, 256), (2, 384), (3, 512), (4, 768), (4, 1024))  # layers, hidden
+SAVE_SECONDS = 40.0
+BLOCK_SECONDS = 45.0  # the most a block may take on the CPU, since it is what an interruption loses
+CUDA_LENGTHS = (768, 768, 2048)
+CUDA_ROWS = 4096
+CACHE_SHARE = 0.5  # of a device's free memory for the verifier's KV rows
+CPU_LENGTH, CPU_ROWS = 1024, 16
+ROPE_THETA = 100_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class DistillOptions:
+    """What `yggc distill` was asked for.
+
+    verifier: folder, hub id or GGUF file.       output: folder to write; must not exist.
+    hours or tokens: how long to work, or how many tokens the verifier writes (exactly one is given).
+    layers, hidden: the drafter's shape, both or neither (chosen by measured cost).
+    prompts: file of own prompts, see `read_openings`.    device: "auto", "cpu", "cuda" or "cuda:N".
+    rows, length: conversations side by side and slots of each; chosen for the device where 0.
+    batch_tokens: tokens of a training step; chosen for the device where 0.
+    """
+
+    verifier: str
+    output: Path
+    hours: float | None = None
+    tokens: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    prompts: Path | None = None
+    device: str = "auto"
+    seed: int = 0
+    rows: int = 0
+    length: int = 0
+    batch_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.hours is None) == (self.tokens is None):
+            raise ValueError("give either hours or tokens, to say how long to distil")
+        if self.hours is not None and not 0 < self.hours < 10_000:
+            raise ValueError(f"hours is {self.hours}; a positive number is needed")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(f"tokens is {self.tokens}; a positive number is needed")
+        if (self.layers is None) != (self.hidden is None):
+            raise ValueError("give both layers and hidden, or neither")
+        if self.layers is not None and not 1 <= self.layers <= 128:
+            raise ValueError(f"layers is {self.layers}; 1 to 128 is accepted")
+        if self.hidden is not None and (self.hidden < 8 or self.hidden % 8 or self.hidden > 64 and self.hidden % 64):
+            raise ValueError(f"hidden is {self.hidden}; a multiple of 8 up to 64, or a multiple of 64, is accepted")
+        if min(self.rows, self.length, self.batch_tokens) < 0:
+            raise ValueError("rows, length and batch_tokens must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class DistillReport:
+    """What was made: agreement is with the verifier's own first choice on held-out answers, top 1 and top 8."""
+
+    folder: Path
+    layers: int
+    hidden: int
+    num_parameters: int
+    written_tokens: int
+    trained_tokens: int
+    agreement_top1: float
+    agreement_top8: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come, as it lies in the run's folder. Zeros are what is not yet decided."""
+
+    identity: str
+    layers: int
+    hidden: int
+    block_shapes: tuple[tuple[int, int], ...]
+    num_blocks: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
+
+
+def distill(options: DistillOptions, progress: Callable[[str], None] = lambda line: None) -> DistillReport:
+    """Make a drafter for a verifier and write it as a Hugging Face folder.
+
+    Raises ValueError for bad options, and what `open_checkpoint` raises. Interrupted, it goes on when called again.
+    """
+    if options.output.exists():
+        raise ValueError(f"{options.output} exists; remove it or name another folder")
+    return _Run(options, progress).finish()
+
+
+class _Run:
+    """One run of `distill`: its folder, its clock and its phases."""
+
+    def __init__(self, options: DistillOptions, progress: Callable[[str], None]) -> None:
+        self._options, self._say = options, progress
+        self._checkpoint = open_checkpoint(options.verifier)
+        if not self._checkpoint.eos_ids:
+            raise ValueError(f"{options.verifier} names no token that ends an answer (eos_token_id)")
+        self._device = choose_device(options.device)
+        self._source = PromptSource(self._checkpoint, options.prompts, options.seed)
+        self._folder = options.output.with_name(options.output.name + ".distill")
+        self._state_file = self._folder / "progress.json"
+        self._started = time.monotonic()
+        self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        self._verifier = load_model(self._checkpoint, self._dtype).to(self._device)
+        self._state = self._open_state()
+
+    def finish(self) -> DistillReport:
+        blocks = self._write_text()
+        embedding = self._verifier.get_input_embeddings().weight.float()
+        config = drafter_config(
+            self._state.layers,
+            self._state.hidden,
+            self._verifier.config.get_text_config().vocab_size,
+            self._checkpoint.context,
+            self._checkpoint.bos_id,
+            self._checkpoint.eos_ids,
+            ROPE_THETA,
+        )
+        drafter = make_drafter(config, embedding, self._options.seed)
+        del self._verifier, embedding
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        trainer = Trainer(drafter.to(self._device), blocks, self._options.seed, self._options.batch_tokens)
+        self._train(trainer)
+        top1, top8 = trainer.agreement()
+        self._export(drafter)
+        shutil.rmtree(self._folder)
+        self._say(f"{self._clock()} wrote {self._options.output}: agreement top 1 {top1:.3f}, top 8 {top8:.3f}")
+        return DistillReport(
+            folder=self._options.output,
+            layers=self._state.layers,
+            hidden=self._state.hidden,
+            num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
+            written_tokens=sum(block.tokens.numel() for block in blocks),
+            trained_tokens=self._state.num_steps * trainer.batch_tokens,
+            agreement_top1=top1,
+            agreement_top8=top8,
+            seconds=self._seconds(),
+        )
+
+    # --- state ---
+
+    def _open_state(self) -> Progress:
+        asked = asdict(self._options) | {"output": "", "verifier": self._checkpoint.fingerprint}
+        if self._options.prompts:
+            asked["prompts"] = f"{self._options.prompts.stat().st_size} bytes"
+        identity = json.dumps(asked | {"device": self._device.type, "torch": torch.__version__}, default=str)
+        if self._state_file.exists():
+            try:
+                state = Progress(**json.loads(self._state_file.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{self._state_file} is damaged; remove {self._folder} to begin anew") from error
+            if state.identity != identity:
+                raise ValueError(
+                    f"{self._folder} holds a run with other options ({state.identity}); give the same ones "
+                    f"({identity}), or remove it to begin anew"
+                )
+            self._started -= state.seconds
+            self._say(f"{self._clock()} going on in {self._folder}")
+            return state
+        shape = (self._options.layers, self._options.hidden)
+        if shape[0] is None:
+            shape = choose_shape(self._verifier, self._device, self._say)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        state = Progress(identity, *shape, choose_block_shapes(self._options, self._checkpoint, self._verifier))
+        self._save_state(state)
+        return state
+
+    def _save_state(self, state: Progress, **changes) -> Progress:
+        named = {field.name: getattr(state, field.name) for field in fields(Progress)}
+        state = Progress(**(named | {"seconds": self._seconds()} | changes))
+        unfinished = self._state_file.with_suffix(".part")
+        unfinished.write_text(json.dumps(asdict(state)), encoding="utf-8")
+        unfinished.replace(self._state_file)
+        return state
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _clock(self) -> str:
+        return f"[{self._seconds():.0f} s]"
+
+    def _budget(self) -> float:
+        return math.inf if self._options.hours is None else 3600 * self._options.hours
+
+    # --- phase 1 ---
+
+    def _write_text(self) -> list[Block]:
+        """All blocks of the run: those that lie there are read, the others are decoded."""
+        blocks: list[Block] = []
+        decoders: dict[tuple[int, int], Decoder] = {}
+        written = 0
+        while not self._enough(len(blocks), written):
+            index = len(blocks)
+            path = self._folder / f"block-{index:05}.safetensors"
+            if path.exists():
+                block = Block.load(path, self._device)
+            else:
+                rows, length = self._state.block_shapes[index % len(self._state.block_shapes)]
+                began = time.monotonic()
+                block = self._decode_block(decoders, index, rows, length)
+                block.save(path)
+                self._state = self._save_state(self._state)
+                rate = rows * length / (time.monotonic() - began)
+                answers = (block.roles == ROLE_ANSWER).float().mean().item()
+                self._say(
+                    f"{self._clock()} text: block {index + 1}, {(written + rows * length) / 1e6:.3g} M tokens, "
+                    f"{rate:.0f} tokens/s, {100 * answers:.0f} % answers, {self._left(index + 1, written + rows * length)}"
+                )
+            blocks.append(block)
+            written += block.tokens.numel()
+        if not self._state.num_blocks:
+            self._state = self._save_state(self._state, num_blocks=len(blocks))
+        return blocks
+
+    def _enough(self, num_blocks: int, written: int) -> bool:
+        if self._state.num_blocks:
+            return num_blocks >= self._state.num_blocks
+        if self._options.tokens is not None:
+            return written >= self._options.tokens
+        per_block = self._seconds() / max(1, num_blocks)
+        return num_blocks > 0 and self._seconds() + per_block / 2 >= GENERATE_SHARE * self._budget()
+
+    def _left(self, num_blocks: int, written: int) -> str:
+        share = written / self._options.tokens if self._options.tokens else self._seconds() / (
+            GENERATE_SHARE * self._budget()
+        )
+        return f"about {self._seconds() * max(0.0, 1 / share - 1):.0f} s of text left"
+
+    def _decode_block(self, decoders: dict, index: int, rows: int, length: int) -> Block:
+        longest_shape = max(shape[1] for shape in self._state.block_shapes)
+        others = [shape[1] for shape in self._state.block_shapes if shape[1] < length]
+        shortest = max(others) // 2 if others and length == longest_shape else 0
+        if (rows, length) not in decoders:
+            decoders.clear()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            decoders[rows, length] = Decoder(
+                self._verifier, self._checkpoint.eos_ids, special_ids(self._checkpoint), rows, length
+            )
+        room = max(length // 2, length - ANSWER_LIMIT)
+        table = self._source.draw(index, rows * 4, shortest, room)
+        return decoders[rows, length].decode(table, self._options.seed * 100_003 + index)
+
+    # --- phase 2 ---
+
+    def _train(self, trainer: Trainer) -> None:
+        path = self._folder / "trainer.safetensors"
+        step = trainer.load(path) if path.exists() else 0
+        num_steps = self._state.num_steps
+        if not num_steps and self._options.tokens is not None:
+            num_steps = max(1, TRAIN_PASSES * trainer.num_tokens // trainer.batch_tokens)
+            self._state = self._save_state(self._state, num_steps=num_steps)
+        saved = began = time.monotonic()
+        begin_step = step
+        while not num_steps or step < num_steps:
+            trainer.step(step, num_steps)
+            step += 1
+            if not num_steps and step == WARMUP_STEPS // 4:
+                began, begin_step = trainer.synchronized(), step
+            if not num_steps and step >= WARMUP_STEPS // 2:
+                step_seconds = (trainer.synchronized() - began) / (step - begin_step)
+                num_steps = max(WARMUP_STEPS, step + int((self._budget() - self._seconds()) / step_seconds))
+                self._state = self._save_state(self._state, num_steps=num_steps)
+            if time.monotonic() - saved > SAVE_SECONDS and step < (num_steps or step + 1):
+                saved = trainer.synchronized()
+                trainer.save(path, step)
+                self._state = self._save_state(self._state)
+                self._say(self._training_line(trainer, step, num_steps, (saved - began) / max(1, step - begin_step)))
+        trainer.save(path, step)
+
+    def _training_line(self, trainer: Trainer, step: int, num_steps: int, step_seconds: float) -> str:
+        top1, top8 = trainer.agreement()
+        return (
+            f"{self._clock()} training: step {step} of {num_steps}, loss {trainer.recent_loss():.3f}, agreement "
+            f"top 1 {top1:.3f}, top 8 {top8:.3f}, {trainer.batch_tokens / step_seconds:.0f} tokens/s, "
+            f"about {(num_steps - step) * step_seconds:.0f} s left"
+        )
+
+    def _export(self, drafter: LlamaForCausalLM) -> None:
+        """Write the folder beside its place, then rename: complete or absent."""
+        unfinished = self._options.output.with_name(self._options.output.name + ".part")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        drafter.to(torch.bfloat16 if self._device.type == "cuda" else torch.float32).save_pretrained(unfinished)
+        write_tokenizer(self._checkpoint, unfinished)
+        unfinished.replace(self._options.output)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a name stands for; "auto" is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is not known; auto, cpu, cuda and cuda:N are accepted") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported; auto, cpu, cuda and cuda:N are accepted")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def choose_shape(verifier: PreTrainedModel, device: torch.device, say: Callable[[str], None]) -> tuple[int, int]:
+    """The largest of SHAPES whose matrix products take at most DRAFT_PASS_COST of the verifier's (measured)."""
+    step = products_seconds([tuple(weight.shape) for weight in _matrices(verifier)], verifier.dtype, device)
+    vocabulary = verifier.config.get_text_config().vocab_size
+    chosen, chosen_seconds = SHAPES[0], 0.0
+    for layers, hidden in SHAPES:
+        mlp = mlp_size(hidden)
+        layer = [(4 * hidden, hidden), (2 * mlp, hidden), (hidden, mlp)]
+        seconds = products_seconds([*layer * layers, (vocabulary, hidden)], verifier.dtype, device)
+        if chosen_seconds and seconds > DRAFT_PASS_COST * step:
+            break
+        chosen, chosen_seconds = (layers, hidden), seconds
+    say(
+        f"drafter of {chosen[0]} layers, hidden {chosen[1]}: products take {1e3 * chosen_seconds:.2f} ms a pass, "
+        f"{100 * chosen_seconds / step:.0f} % of the verifier's {1e3 * step:.2f} ms"
+    )
+    return chosen
+
+
+def _matrices(verifier: PreTrainedModel) -> Iterator[nn.Parameter]:
+    for module in verifier.modules():
+        if isinstance(module, nn.Linear):
+            yield module.weight
+
+
+def products_seconds(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> float:
+    """Median seconds of one pass of DRAFT_ROWS tokens through matrices of these shapes (outputs, inputs)."""
+    weights = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    inputs = {size: torch.randn(DRAFT_ROWS, size, device=device).to(dtype) for _, size in shapes}
+    timings = []
+    for _ in range(7):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for weight in weights:
+            nn.functional.linear(inputs[weight.shape[1]], weight)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        timings.append(time.perf_counter() - began)
+    return sorted(timings[1:])[3]
+
+
+def choose_block_shapes(
+    options: DistillOptions, checkpoint: Checkpoint, verifier: PreTrainedModel
+) -> tuple[tuple[int, int], ...]:
+    """(rows, length) of the blocks, taken in turn: on CUDA what its memory holds, on the CPU what its speed allows."""
+    config = verifier.config.get_text_config()
+    context = min(checkpoint.context, getattr(config, "sliding_window", None) or checkpoint.context)
+    if context < 64:
+        raise ValueError(f"the verifier reads {context} tokens; at least 64 are needed to distil")
+    if options.rows or options.length:
+        return ((options.rows or CPU_ROWS, min(context, options.length or CPU_LENGTH)),)
+    if verifier.device.type == "cuda":
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        slot_bytes = 2 * config.num_hidden_layers * heads * head_size * verifier.dtype.itemsize
+        slots = CACHE_SHARE * torch.cuda.mem_get_info(verifier.device)[0] / slot_bytes
+        lengths = dict.fromkeys(min(context, length) for length in CUDA_LENGTHS)
+        shapes = {length: (max(8, min(CUDA_ROWS, int(slots / length)) // 8 * 8), length) for length in lengths}
+        return tuple(shapes[min(context, length)] for length in CUDA_LENGTHS)
+    step = products_seconds([tuple(weight.shape) for weight in _matrices(verifier)], verifier.dtype, verifier.device)
+    length = min(context, CPU_LENGTH, max(64, int(BLOCK_SECONDS / (3 * step)) // 64 * 64))  # attention and the rest: 3
+    rows = CPU_ROWS if length == CPU_LENGTH else CPU_ROWS // 2
+    return ((rows, length),)
+
+
+def special_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Tokens that no text holds, which the verifier may not write."""
+    added = checkpoint.tokenizer.get_added_tokens_decoder()
+    return tuple(token for token, entry in added.items() if entry.special)
+
+
+def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """The verifier's tokenizer and chat template, as transformers reads them from a folder."""
+    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": checkpoint.context}
+    for name in ("bos", "eos", "unk", "pad"):
+        token = getattr(checkpoint.special_tokens, name)
+        if token is not None:
+            config[f"{name}_token"] = token
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if checkpoint.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(checkpoint.chat_template, encoding="utf-8")

@@ -1,0 +1,449 @@
+"""Text for distillation, made by the verifier itself: every row of a batch decodes conversation after conversation.
+
+All rows of a block step together and are never padded: a row whose conversation has ended begins its next one in the
+next slot, and the attention mask keeps conversations apart. A block depends on the verifier, the prompts, the options
+and its own number alone, so an interrupted run makes the same blocks again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import jinja2.sandbox
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+
+ROLE_GIVEN, ROLE_USER, ROLE_ANSWER = 0, 1, 2  # who chooses the next token: the prompt, the verifier as user, or as itself
+PROMPTS_FILE = Path(__file__).parent / "data" / "distill" / "prompts.json"
+GIVEN_SHARE = 0.5  # of the prompts, where the caller brings prompts too
+EXTENT_STEP = 256  # slots by which the attention's extent grows
+TOP_TOKENS = 24  # teacher probabilities kept for each slot
+USER_TEMPERATURE = 0.9
+ANSWER_TEMPERATURE = 0.8  # of the rows that do not answer greedily
+GREEDY_SHARE = 0.65  # of the rows that answer greedily
+ANSWER_LIMIT = 256  # tokens of an answer, which is cut there
+LATER_USER_TOKENS = 96  # the most a user says in a later turn
+ATTENTION_NAME = "yggc_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a conversation begins.
+
+    text:    what the user says; when `open`, only its beginning, and the verifier writes the rest.
+    minimum: tokens the verifier writes as user before it may stop.
+    maximum: tokens the verifier may write as user.
+    turns:   user turns of the conversation.
+    weight:  how often this opening is drawn.
+    """
+
+    text: str
+    open: bool = False
+    minimum: int = 0
+    maximum: int = 200
+    turns: int = 1
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not (self.text.strip() or self.open):
+            raise ValueError("a prompt needs a text that is not empty")
+        if not 0 <= self.minimum < self.maximum:
+            raise ValueError(f"minimum {self.minimum}, maximum {self.maximum}: 0 <= minimum < maximum is needed")
+        if self.turns < 1 or self.weight <= 0:
+            raise ValueError(f"turns {self.turns}, weight {self.weight}: both must be positive")
+
+
+def read_openings(path: Path) -> list[Opening]:
+    """Read a prompts file: a line is plain text or a JSON object with the fields of `Opening`."""
+    openings = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompts file {path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            openings.append(Opening(**json.loads(line)) if line.startswith("{") else Opening(line))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}, line {number}: {error}. A line is text, or a JSON object with "
+                f"{', '.join(field.name for field in fields(Opening))}"
+            ) from error
+    if not openings:
+        raise ValueError(f"{path} holds no prompts")
+    return openings
+
+
+def fill_slots(text: str, slots: dict[str, list[str]], dice: random.Random) -> str:
+    """Replace every {name} by one of that slot's words, which may hold slots again; {number} is a number."""
+    while "{" in text:
+        head, _, rest = text.partition("{")
+        name, _, tail = rest.partition("}")
+        if name == "number":
+            word = str(dice.choice((dice.randint(2, 12), dice.randint(2, 99), 10 * dice.randint(2, 60))))
+        else:
+            word = dice.choice(slots[name])
+        text = head + word + tail
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """What a chat template puts around the words, as tokens.
+
+    before: up to the first user text; to_answer: from a user text's end to the answer; to_user: from an answer's end to
+    the next user text.
+    """
+
+    before: tuple[int, ...]
+    to_answer: tuple[int, ...]
+    to_user: tuple[int, ...]
+
+
+def chat_format(checkpoint) -> ChatFormat:
+    """Read the format off a rendered conversation; a checkpoint without a template gets plain text and blank lines."""
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(checkpoint.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    if checkpoint.chat_template is None:
+        beginning = tuple(checkpoint.tokenizer.encode("", add_special_tokens=True).ids)
+        return ChatFormat(beginning, encode("\n\n"), encode("\n\n"))
+    marks = ("ygguserone", "yggassistant", "yggusertwo")
+    bos = getattr(checkpoint.config, "bos_token_id", None)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _refuse_template
+    try:
+        rendered = environment.from_string(checkpoint.chat_template).render(
+            messages=[
+                {"role": role, "content": mark}
+                for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
+            ],
+            add_generation_prompt=True,
+            bos_token=(checkpoint.tokenizer.id_to_token(bos) or "") if isinstance(bos, int) else "",
+            eos_token=checkpoint.tokenizer.id_to_token(checkpoint.eos_ids[0]) or "",
+        )
+        before, rest = rendered.split(marks[0])
+        to_answer, rest = rest.split(marks[1])
+        to_user = rest.split(marks[2])[0]
+    except (ValueError, jinja2.TemplateError) as error:
+        raise ValueError(f"the verifier's chat template cannot be used to distil: {error}") from error
+    return ChatFormat(encode(before), encode(to_answer), encode(to_user))
+
+
+def _refuse_template(message: str) -> None:
+    raise ValueError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTable:
+    """Prompts of a block: tokens int64[N + 2, P], lengths int64[N + 2], rules int64[N + 2, 4].
+
+    A row's rules: the role that goes on after it, minimum, maximum, turns. The last two rows hold what leads to an
+    answer and to a user's next turn.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    rules: Tensor
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.lengths) - 2
+
+
+class PromptSource:
+    """Prompts as tokens; the same seed and block number give the same prompts."""
+
+    def __init__(self, checkpoint, path: Path | None, seed: int) -> None:
+        shipped = json.loads(PROMPTS_FILE.read_text(encoding="utf-8"))
+        self._slots: dict[str, list[str]] = shipped["slots"]
+        self._shipped = [Opening(**opening) for opening in shipped["openings"]]
+        self._given = read_openings(path) if path else []
+        self._tokenizer, self._seed = checkpoint.tokenizer, seed
+        self.format = chat_format(checkpoint)
+
+    def draw(self, block: int, count: int, shortest: int, longest: int) -> PromptTable:
+        """Draw `count` prompts for a block that reach from `shortest` to `longest` tokens, `shortest` where possible."""
+        dice = random.Random(f"{self._seed} {block}")
+        rows: list[list[int]] = []
+        rules: list[tuple[int, int, int, int]] = []
+        for attempt in range(64):
+            openings = [self._draw_opening(dice) for _ in range(count)]
+            texts = self._tokenizer.encode_batch([opening.text for opening in openings], add_special_tokens=False)
+            for opening, text in zip(openings, texts, strict=True):
+                tokens = [*self.format.before, *text.ids, *(() if opening.open else self.format.to_answer)]
+                reach = len(tokens) + opening.minimum
+                if tokens and (shortest if attempt < 32 else 0) <= reach <= longest:
+                    rows.append(tokens)
+                    role = ROLE_USER if opening.open else ROLE_ANSWER
+                    rules.append((role, opening.minimum, opening.maximum, opening.turns))
+            if len(rows) >= count:
+                break
+        if not rows:
+            raise ValueError(f"no prompt fits into {longest} tokens; give shorter ones or a longer context")
+        rows = [*rows[:count], list(self.format.to_answer), list(self.format.to_user)]
+        rules = [*rules[:count], (ROLE_ANSWER, 0, 1, 1), (ROLE_USER, 0, 1, 1)]
+        table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+        for index, row in enumerate(rows):
+            table[index, : len(row)] = torch.tensor(row)
+        return PromptTable(table, torch.tensor([len(row) for row in rows]), torch.tensor(rules))
+
+    def _draw_opening(self, dice: random.Random) -> Opening:
+        if self._given and dice.random() < GIVEN_SHARE:
+            return dice.choices(self._given, [opening.weight for opening in self._given])[0]
+        opening = dice.choices(self._shipped, [opening.weight for opening in self._shipped])[0]
+        text = fill_slots(opening.text, self._slots, dice)
+        return Opening(text, opening.open, opening.minimum, opening.maximum, opening.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Conversations and what the verifier thought at every slot.
+
+    tokens:       int32[rows, length].
+    starts:       int32[rows, length], slot at which the token's conversation begins.
+    roles:        int8[rows, length], who chose the token that follows (ROLE_*).
+    top_ids:      int32[rows, length, TOP_TOKENS], the verifier's likeliest next tokens, likeliest first.
+    top_logprobs: float16[rows, length, TOP_TOKENS], at temperature 1 over the whole vocabulary.
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    roles: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def save(self, path: Path) -> None:
+        """Write the block beside its place, then rename: complete or absent."""
+        unfinished = path.with_suffix(".part")
+        save_file({field.name: getattr(self, field.name).contiguous().cpu() for field in fields(self)}, unfinished)
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> Block:
+        return cls(**load_file(path, device=str(device)))
+
+
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Exact top-k in two steps, several times faster than `topk` over a whole vocabulary.
+
+    logits: float[B, V]. Returns values float32[B, count] and ids int64[B, count], largest first.
+    """
+    columns = 64
+    padding = -logits.shape[1] % columns
+    if padding:
+        logits = torch.nn.functional.pad(logits, (0, padding), value=float("-inf"))
+    groups = logits.view(logits.shape[0], -1, columns)
+    if groups.shape[1] <= count:
+        values, ids = logits.topk(count)
+        return values.float(), ids
+    best = groups.amax(dim=2).topk(count).indices
+    few = groups.gather(1, best[:, :, None].expand(-1, -1, columns)).flatten(1)
+    values, places = few.topk(count)
+    return values.float(), best.gather(1, places // columns) * columns + places % columns
+
+
+def slot_attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_):
+    """Attention of one token a row as two batched products: grouped heads never repeat their keys.
+
+    query: [B, heads, 1, D]; key, value: [B, groups, S, D]; attention_mask: additive [B, 1, 1, S].
+    """
+    if s_aux is not None:
+        raise ValueError("verifiers with attention sinks cannot be distilled yet")
+    rows, heads, width, size = query.shape
+    groups, extent = key.shape[1], key.shape[2]
+    scaling = size**-0.5 if scaling is None else scaling
+    grouped = (query * scaling).reshape(rows * groups, heads // groups * width, size)
+    scores = torch.bmm(grouped, key.reshape(rows * groups, extent, size).transpose(1, 2))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.view(rows, heads, width, extent) + attention_mask
+    weights = torch.softmax(scores, dim=-1).view(rows * groups, -1, extent)
+    mixed = torch.bmm(weights, value.reshape(rows * groups, extent, value.shape[-1]))
+    return mixed.view(rows, heads, width, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+class SlotCache(Cache):
+    """KV rows for a batch whose rows all write the same slot; `extent` slots are read."""
+
+    def __init__(self, rows: int, length: int, device: torch.device) -> None:
+        super().__init__(layers=[])
+        self.rows, self.length, self.extent = rows, length, length
+        self.slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key_states, value_states, layer_idx, *_, **__):
+        if layer_idx not in self._pairs:
+            self._pairs[layer_idx] = tuple(
+                states.new_zeros(self.rows, states.shape[1], self.length, states.shape[3])
+                for states in (key_states, value_states)
+            )
+        for buffer, states in zip(self._pairs[layer_idx], (key_states, value_states), strict=True):
+            buffer.index_copy_(2, self.slot, states)
+        keys, values = self._pairs[layer_idx]
+        return keys[:, :, : self.extent], values[:, :, : self.extent]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class Decoder:
+    """Makes blocks of `rows` by `length` tokens; on CUDA every step is the replay of a graph."""
+
+    def __init__(
+        self, verifier: PreTrainedModel, eos_ids: tuple[int, ...], banned_ids: tuple[int, ...], rows: int, length: int
+    ) -> None:
+        self._verifier, self.rows, self.length = verifier, rows, length
+        verifier.set_attn_implementation(ATTENTION_NAME)
+        device, vocabulary = verifier.device, verifier.config.get_text_config().vocab_size
+        self._top = min(TOP_TOKENS, vocabulary)
+        self._cache = SlotCache(rows, length, device)
+        self._is_eos = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self._is_eos[list(eos_ids)] = True
+        self._bias = torch.zeros(vocabulary, device=device)
+        self._bias[[token for token in banned_ids if token not in eos_ids and token < vocabulary]] = float("-inf")
+        greedy = torch.arange(rows, device=device) < round(GREEDY_SHARE * rows)
+        self._temperature = torch.where(greedy, 0.0, ANSWER_TEMPERATURE)
+        names = ("token", "start", "source", "cursor", "number", "role", "count", "minimum", "maximum", "turns")
+        self._state = {name: torch.zeros(rows, dtype=torch.int64, device=device) for name in names}
+        self._noise = torch.zeros(rows, self._top, device=device)
+        self._block = Block(
+            tokens=torch.zeros(length, rows, dtype=torch.int32, device=device),
+            starts=torch.zeros(length, rows, dtype=torch.int32, device=device),
+            roles=torch.zeros(length, rows, dtype=torch.int8, device=device),
+            top_ids=torch.zeros(length, rows, self._top, dtype=torch.int32, device=device),
+            top_logprobs=torch.zeros(length, rows, self._top, dtype=torch.float16, device=device),
+        )
+        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self._graph_pool = None
+        self._table: PromptTable | None = None
+        self._num_prompts = 0
+
+    @torch.inference_mode()
+    def decode(self, table: PromptTable, seed: int) -> Block:
+        """Returns a block of conversations that begin with the table's prompts, row r taking r, r + rows, ..."""
+        device = self._noise.device
+        self._load_table(table)
+        generator = torch.Generator(device).manual_seed(seed)
+        self._cache.slot.zero_()
+        first = torch.arange(self.rows, device=device) % self._num_prompts
+        rules = self._table.rules[first]
+        start = {"source": first, "number": first, "token": self._table.tokens[first, 0], "role": rules[:, 0],
+                 "minimum": rules[:, 1], "maximum": rules[:, 2], "turns": rules[:, 3]}
+        for name, tensor in self._state.items():
+            tensor.copy_(start[name]) if name in start else tensor.fill_(name == "cursor")
+        for slot in range(self.length):
+            self._noise.exponential_(generator=generator).log_().neg_()
+            self._step(min(self.length, (slot // EXTENT_STEP + 1) * EXTENT_STEP))
+        return Block(*(getattr(self._block, field.name).transpose(0, 1).contiguous() for field in fields(Block)))
+
+    def _load_table(self, table: PromptTable) -> None:
+        """Copy the prompts into buffers that keep their place, since graphs remember places."""
+        device = self._noise.device
+        if self._table is None or self._table.tokens.shape[0] != len(table.lengths):
+            self._graphs.clear()
+            self._table = PromptTable(
+                torch.zeros(len(table.lengths), self.length, dtype=torch.int64, device=device),
+                torch.zeros_like(table.lengths, device=device),
+                torch.zeros_like(table.rules, device=device),
+            )
+        self._num_prompts = table.num_prompts
+        self._table.tokens[:, : table.tokens.shape[1]].copy_(table.tokens)
+        self._table.lengths.copy_(table.lengths)
+        self._table.rules.copy_(table.rules)
+
+    def _step(self, extent: int) -> None:
+        """One token for every row. On CUDA the first step of an extent warms up, the second is captured."""
+        if self._noise.device.type != "cuda" or extent not in self._graphs:
+            self._graphs[extent] = None
+            self._decode_slot(extent)
+            return
+        if self._graphs[extent] is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._graph_pool):
+                self._decode_slot(extent)
+            self._graph_pool = graph.pool()
+            self._graphs[extent] = graph
+        self._graphs[extent].replay()
+
+    def _decode_slot(self, extent: int) -> None:
+        """Run the verifier on every row's token, record what it thinks, and choose the next tokens. No host sync."""
+        state, slot = self._state, self._cache.slot
+        self._cache.extent = extent
+        columns = torch.arange(extent, device=slot.device)
+        visible = (columns >= state["start"][:, None]) & (columns <= slot)
+        dtype = self._verifier.dtype
+        mask = torch.zeros(visible.shape, dtype=dtype, device=slot.device)
+        mask.masked_fill_(~visible, torch.finfo(dtype).min)
+        logits = self._verifier(
+            input_ids=state["token"][:, None],
+            position_ids=(slot - state["start"])[:, None],
+            attention_mask=mask[:, None, None, :],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+        values, ids = top_tokens(logits, self._top)
+        logprobs = values - torch.logsumexp(logits.float(), dim=1, keepdim=True)
+        forced = state["cursor"] < self._table.lengths[state["source"]]
+        recorded = (state["token"], state["start"], torch.where(forced, ROLE_GIVEN, state["role"]), ids, logprobs)
+        for field, tensor in zip(fields(Block), recorded, strict=True):
+            buffer = getattr(self._block, field.name)
+            buffer.index_copy_(0, slot, tensor[None].to(buffer.dtype))
+        self._advance(forced, self._sample(values, ids))
+        slot.add_(1)
+
+    def _sample(self, values: Tensor, ids: Tensor) -> Tensor:
+        """Draw a token a row from the kept ones by the Gumbel trick; temperature 0 takes the likeliest."""
+        state = self._state
+        user = state["role"] == ROLE_USER
+        too_early = (user & (state["count"] < state["minimum"]))[:, None] & self._is_eos[ids]
+        scores = (values + self._bias[ids]).masked_fill(too_early, float("-inf"))
+        temperature = torch.where(user, USER_TEMPERATURE, self._temperature)
+        choice = (scores + temperature[:, None] * self._noise).argmax(dim=1, keepdim=True)
+        return ids.gather(1, choice)[:, 0]
+
+    def _advance(self, forced: Tensor, sampled: Tensor) -> None:
+        """Move every row to its next token: given, sampled, or the first of what follows a turn or a conversation."""
+        state, table = self._state, self._table
+        user = ~forced & (state["role"] == ROLE_USER)
+        answer = ~forced & (state["role"] == ROLE_ANSWER)
+        ended = self._is_eos[sampled]
+        count = state["count"] + 1
+        to_answer = user & (ended | (count >= state["maximum"]))
+        to_user = answer & ended & (state["turns"] > 1)
+        to_next = answer & (ended | (count >= ANSWER_LIMIT)) & ~to_user
+        number = state["number"] + to_next * self.rows
+        prompt = number % self._num_prompts
+        rules = table.rules[prompt]
+        jump = to_answer | to_user | to_next
+        source = torch.where(to_answer, self._num_prompts, state["source"])
+        source = torch.where(to_user, self._num_prompts + 1, source)
+        source = torch.where(to_next, prompt, source)
+        given = table.tokens[source, torch.where(jump, 0, state["cursor"]).clamp(max=self.length - 1)]
+        following = {
+            "token": torch.where(jump | forced, given, sampled),
+            "start": torch.where(to_next, self._cache.slot + 1, state["start"]),
+            "source": source,
+            "cursor": torch.where(jump, 1, state["cursor"] + forced),
+            "number": number,
+            "role": torch.where(
+                to_answer, ROLE_ANSWER, torch.where(to_user, ROLE_USER, torch.where(to_next, rules[:, 0], state["role"]))
+            ),
+            "count": torch.where(jump, 0, torch.where(forced, state["count"], count)),
+            "minimum": torch.where(to_next, rules[:, 1], torch.where(to_user, 0, state["minimum"])),
+            "maximum": torch.where(to_next, rules[:, 2], torch.where(to_user, LATER_USER_TOKENS, state["maximum"])),
+            "turns": torch.where(to_next, rules[:, 3], state["turns"] - to_user.long()),
+        }
+        for name, tensor in following.items():
+            state[name].copy_(tensor)

@@ -1,0 +1,321 @@
+"""The drafter of `yggc distill` and its training on what the verifier thought at every slot.
+
+The output layer over the whole vocabulary is nearly all of the work, so its loss makes its own gradients, a chunk of
+slots at a time, and no row of logits outlives its chunk. The order of the data follows from the seed and the step.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from yggc.distill_data import ROLE_ANSWER, Block, top_tokens
+
+WARMUP_STEPS = 100
+MATRIX_RATE, EMBEDDING_RATE = 4e-3, 2e-3  # peak learning rates of Muon and AdamW
+MATRIX_DECAY = 0.01
+HARD_SHARE = 0.5  # of a target that lies on the verifier's first choice, the rest being its probabilities
+KEPT_SHARE = (0.1, 0.3, 1.0)  # of the slots learned from, by role
+SLOT_WEIGHT = (0.5, 0.5, 1.0)  # of a slot that is learned from, by role
+HELD_OUT_SHARE = 0.02  # of the rows, for measuring agreement
+HELD_OUT_SLOTS = 1 << 17
+EMBEDDING_SCALE = 0.05
+MATRIX_SCALE = 0.06
+
+
+def mlp_size(hidden: int) -> int:
+    """16/3 of the hidden size: a shallow drafter has few and large products."""
+    step = 64 if hidden >= 64 else 8
+    return -(-hidden * 16 // (3 * step)) * step
+
+
+def drafter_config(
+    layers: int,
+    hidden: int,
+    vocab_size: int,
+    context: int,
+    bos_id: int | None,
+    eos_ids: tuple[int, ...],
+    rope_theta: float,
+) -> LlamaConfig:
+    """A small Llama with tied embedding and heads of 64."""
+    head = min(64, hidden)
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=mlp_size(hidden),
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // head,
+        num_key_value_heads=hidden // head,
+        head_dim=head,
+        max_position_embeddings=context,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=bos_id,
+        eos_token_id=list(eos_ids) if len(eos_ids) > 1 else eos_ids[0],
+        pad_token_id=eos_ids[0],
+    )
+
+
+def make_drafter(config: LlamaConfig, verifier_embedding: Tensor, seed: int) -> LlamaForCausalLM:
+    """An untrained drafter whose embedding is the principal part of the verifier's.
+
+    verifier_embedding: float32[V, H]. Residual branches begin at zero.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        drafter = LlamaForCausalLM(config).float()
+        for name, parameter in drafter.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=MATRIX_SCALE)
+    table = verifier_embedding.double()
+    width = min(config.hidden_size, table.shape[1])
+    directions = torch.linalg.eigh(table.T @ table).eigenvectors.flip(1)[:, :width]
+    directions = directions * directions.sum(dim=0).sign()  # the solver's sign is arbitrary
+    parts = (table @ directions).float()
+    with torch.no_grad():
+        embedding = drafter.get_input_embeddings().weight
+        embedding.normal_(std=EMBEDDING_SCALE, generator=torch.Generator().manual_seed(seed))
+        embedding[:, :width] = parts.to(embedding.device) * (EMBEDDING_SCALE / parts.square().mean().sqrt())
+    return drafter
+
+
+def _head_terms(logits: Tensor, ids: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed cross entropy, its gradient before the targets are taken off, and how often the first choice is hit.
+
+    logits: [N, V]; ids: int64[N, K]; target: float32[N, K], probabilities; scale: float32[N].
+    """
+    wide = logits.float()
+    total = torch.logsumexp(wide, dim=1)
+    mass = target.sum(dim=1)
+    loss = ((total * mass - (wide.gather(1, ids) * target).sum(dim=1)) * scale).sum()
+    hits = ((wide.argmax(dim=1) == ids[:, 0]) & (scale == 1)).sum()
+    gradient = ((wide - total[:, None]).exp() * (mass * scale)[:, None]).to(logits.dtype)
+    return loss, gradient, hits
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Cross entropy of hidden states through a tied output layer, with gradients made in the forward pass."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, target, scale, chunk, terms):
+        narrow = weight.to(hidden.dtype)
+        hidden_gradient = torch.empty_like(hidden)
+        weight_gradient = torch.zeros_like(weight)
+        loss = hits = torch.zeros((), device=hidden.device)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            part_loss, gradient, part_hits = terms(hidden[part] @ narrow.T, ids[part], target[part], scale[part])
+            gradient.scatter_add_(1, ids[part], (-target[part] * scale[part, None]).to(gradient.dtype))
+            hidden_gradient[part] = gradient @ narrow
+            weight_gradient += gradient.T @ hidden[part]
+            loss, hits = loss + part_loss, hits + part_hits
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        ctx.mark_non_differentiable(hits)
+        return loss, hits
+
+    @staticmethod
+    def backward(ctx, loss_gradient, _):
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        return hidden_gradient * loss_gradient, weight_gradient * loss_gradient, None, None, None, None, None
+
+
+class Trainer:
+    """Trains a drafter on blocks; everything it needs to go on is in `save`."""
+
+    def __init__(self, drafter: LlamaForCausalLM, blocks: list[Block], seed: int, batch_tokens: int) -> None:
+        self._drafter, self._seed = drafter.train(), seed
+        self._device = drafter.device
+        cuda = self._device.type == "cuda"
+        self.batch_tokens = batch_tokens or (1 << 15 if cuda else 1 << 11)
+        self._chunk = 1 << 13 if cuda else 1 << 9
+        self._terms = torch.compile(_head_terms, dynamic=False) if cuda else _head_terms
+        self._split(blocks)
+        named = dict(drafter.named_parameters())
+        matrices = [value for name, value in named.items() if value.dim() == 2 and "embed" not in name]
+        others = [value for name, value in named.items() if value.dim() != 2 or "embed" in name]
+        self._optimizers = (
+            torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=MATRIX_DECAY, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=EMBEDDING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=cuda),
+        )
+        self._epoch = -1
+        self._batches: list[tuple[Block, Tensor]] = []
+        self._recent: list[tuple[Tensor, Tensor]] = []
+
+    def _split(self, blocks: list[Block]) -> None:
+        """Rows for training and rows held out, put together by length."""
+        self._pools: list[Block] = []
+        self._held_out: list[Block] = []
+        for length in sorted({block.tokens.shape[1] for block in blocks}):
+            alike = [block for block in blocks if block.tokens.shape[1] == length]
+            kept = [max(1, round(len(block.tokens) * (1 - HELD_OUT_SHARE))) for block in alike]
+            self._pools.append(_join([_rows(block, slice(0, end)) for block, end in zip(alike, kept, strict=True)]))
+            rest = [_rows(block, slice(end, None)) for block, end in zip(alike, kept, strict=True)]
+            if any(len(block.tokens) for block in rest):
+                self._held_out.append(_join(rest))
+        self.num_tokens = sum(pool.tokens.numel() for pool in self._pools)
+
+    def _batch(self, step: int) -> tuple[Block, Tensor]:
+        """The pool and rows of a step: every row once an epoch, in an order of the epoch's own."""
+        per_epoch = sum(-(-len(pool.tokens) // self._batch_rows(pool)) for pool in self._pools)
+        epoch, place = divmod(step, per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 10_007 + epoch)
+            self._batches = [
+                (pool, rows.to(self._device))
+                for pool in self._pools
+                for rows in torch.randperm(len(pool.tokens), generator=generator).split(self._batch_rows(pool))
+            ]
+            random.Random(f"{self._seed} {epoch}").shuffle(self._batches)
+            self._epoch = epoch
+        return self._batches[place]
+
+    def _batch_rows(self, pool: Block) -> int:
+        return max(1, self.batch_tokens // pool.tokens.shape[1])
+
+    def step(self, step: int, num_steps: int) -> None:
+        """One step of training; the rate rises over the warm-up and falls as a cosine to the last of `num_steps`."""
+        factor = min(1.0, (step + 1) / WARMUP_STEPS)
+        if num_steps > WARMUP_STEPS:
+            done = max(0, step - WARMUP_STEPS) / (num_steps - WARMUP_STEPS)
+            factor *= 0.5 + 0.5 * torch.cos(torch.tensor(done * torch.pi)).item()
+        for optimizer, rate in zip(self._optimizers, (MATRIX_RATE, EMBEDDING_RATE), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+        pool, rows = self._batch(step)
+        generator = torch.Generator(self._device).manual_seed(self._seed * 1_000_003 + step)
+        hidden, roles, ids, logprobs = self._forward(_rows(pool, rows))
+        kept = torch.rand(roles.shape, device=self._device, generator=generator) < self._by_role(KEPT_SHARE, roles)
+        kept = kept.nonzero()[:, 0]
+        scale = self._by_role(SLOT_WEIGHT, roles)[kept]
+        target = logprobs[kept].float().exp() * (1 - HARD_SHARE)
+        target[:, 0] += HARD_SHARE
+        loss, hits = self._loss(hidden.index_select(0, kept), ids[kept].long(), target, scale)
+        total = scale.sum().clamp(min=1)
+        (loss / total).backward()
+        nn.utils.clip_grad_norm_(self._drafter.parameters(), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self._recent = [*self._recent[-49:], ((loss / total).detach(), hits)]
+
+    def _by_role(self, values: tuple[float, ...], roles: Tensor) -> Tensor:
+        return torch.tensor(values, device=self._device)[roles.long()]
+
+    def _forward(self, block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Hidden states of every slot of a block, and its roles, ids and log-probabilities, one slot a row."""
+        starts = block.starts.long()
+        length = starts.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=self._device).tril()
+        mask = (starts[:, None, :, None] == starts[:, None, None, :]) & causal
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            hidden = self._drafter.model(
+                input_ids=block.tokens.long(),
+                position_ids=torch.arange(length, device=self._device) - starts,
+                attention_mask=mask,
+                use_cache=False,
+            ).last_hidden_state
+        if self._device.type == "cuda":
+            hidden = hidden.bfloat16()
+        return hidden.flatten(0, 1), block.roles.flatten(), block.top_ids.flatten(0, 1), block.top_logprobs.flatten(0, 1)
+
+    def _loss(self, hidden: Tensor, ids: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss over slots, filled up to whole chunks so that a compiled chunk has one shape."""
+        missing = -len(hidden) % self._chunk
+        hidden, target = nn.functional.pad(hidden, (0, 0, 0, missing)), nn.functional.pad(target, (0, 0, 0, missing))
+        ids, scale = nn.functional.pad(ids, (0, 0, 0, missing)), nn.functional.pad(scale, (0, missing))
+        weight = self._drafter.get_input_embeddings().weight
+        return _HeadLoss.apply(hidden, weight, ids, target, scale, self._chunk, self._terms)
+
+    def recent_loss(self) -> float:
+        """Mean loss of the last steps."""
+        return torch.stack([loss for loss, _ in self._recent]).mean().item() if self._recent else float("nan")
+
+    @torch.inference_mode()
+    def agreement(self) -> tuple[float, float]:
+        """How often the verifier's first choice is the drafter's first, or one of its first eight, on held-out answers."""
+        first = eighth = total = 0
+        weight = self._drafter.get_input_embeddings().weight
+        for pool in self._held_out or self._pools:
+            for rows in torch.arange(len(pool.tokens), device=self._device).split(self._batch_rows(pool)):
+                hidden, roles, ids, _ = self._forward(_rows(pool, rows))
+                answers = (roles == ROLE_ANSWER).nonzero()[:, 0]
+                for part in answers.split(self._chunk):
+                    logits = hidden[part] @ weight.to(hidden.dtype).T
+                    hit = top_tokens(logits, min(8, logits.shape[1]))[1] == ids[part, :1]
+                    first += hit[:, 0].sum().item()
+                    eighth += hit.sum().item()
+                    total += len(part)
+                if total >= HELD_OUT_SLOTS:
+                    break
+        return first / max(1, total), eighth / max(1, total)
+
+    def synchronized(self) -> float:
+        """The time once the device has done what it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()
+
+    def save(self, path: Path, step: int) -> None:
+        """Write weights and optimizers beside their place, then rename."""
+        tensors = {f"weight.{name}": value.detach() for name, value in self._drafter.named_parameters()}
+        for number, state in self._optimizer_states():
+            tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        tensors["step"] = torch.tensor(step)
+        unfinished = path.with_suffix(".part")
+        save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, unfinished)
+        unfinished.replace(path)
+
+    def load(self, path: Path) -> int:
+        """Go on from a saved state; returns the next step."""
+        tensors = load_file(path)
+        with torch.no_grad():
+            for name, parameter in self._drafter.named_parameters():
+                parameter.copy_(tensors[f"weight.{name}"])
+        for number, state in self._optimizer_states():
+            prefix = f"optimizer.{number}."
+            for name, value in tensors.items():
+                if name.startswith(prefix):
+                    state[name.removeprefix(prefix)] = value if name.endswith(".step") else value.to(self._device)
+        if self._device.type == "cuda":
+            self._move_steps()
+        return int(tensors["step"])
+
+    def _move_steps(self) -> None:
+        """The fused AdamW keeps its step count on the device."""
+        for _, state in self._optimizer_states():
+            if "step" in state:
+                state["step"] = state["step"].to(self._device)
+
+    def _optimizer_states(self):
+        """(number, state) of every parameter of every optimizer, in a fixed order."""
+        parameters = [
+            (optimizer, parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        return [(number, optimizer.state[parameter]) for number, (optimizer, parameter) in enumerate(parameters)]
+
+
+def _rows(block: Block, rows: slice | Tensor) -> Block:
+    return Block(block.tokens[rows], block.starts[rows], block.roles[rows], block.top_ids[rows], block.top_logprobs[rows])
+
+
+def _join(blocks: list[Block]) -> Block:
+    return Block(
+        torch.cat([block.tokens for block in blocks]),
+        torch.cat([block.starts for block in blocks]),
+        torch.cat([block.roles for block in blocks]),
+        torch.cat([block.top_ids for block in blocks]),
+        torch.cat([block.top_logprobs for block in blocks]),
+    )

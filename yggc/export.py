@@ -1,0 +1,166 @@
+"""Checkpoints to artifacts: `torch.export` of the step modules, then AOTInductor.
+
+Widths, extents and numbers of expanded and added nodes stay symbolic, so one artifact per model serves every shape, and
+the weights are packed once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.exc import CppCompileError
+from torch.export import Dim, ExportedProgram
+from transformers import PreTrainedModel
+
+from yggc.graphs import DraftPass, VerifyStep, layer_layouts
+from yggrt.artifacts import (
+    MASK_VALUE,
+    LayerLayout,
+    StepLimits,
+    TensorSpec,
+    attention_windows,
+    draft_inputs,
+    verify_inputs,
+)
+from yggrt.errors import BuildError
+
+EXAMPLE_SIZES = {"W": 6, "S": 48, "R": 5, "A": 7}
+"""Sizes traced with: all different, so that no two symbols are taken for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepModule:
+    """A step ready to be exported, or to be run eagerly.
+
+    inputs:  the ABI's inputs ahead of the KV buffers.
+    layouts: KV layout by layer.
+    """
+
+    role: str
+    module: nn.Module
+    inputs: tuple[TensorSpec, ...]
+    layouts: tuple[LayerLayout, ...]
+    limits: StepLimits
+    dtype: torch.dtype
+
+
+def verify_step(model: PreTrainedModel, vocab_size: int, limits: StepLimits) -> StepModule:
+    """The verifier's step. vocab_size: tokens of the tokenizer; logits beyond it are cut off."""
+    layouts = layer_layouts(model)
+    inputs = verify_inputs(attention_windows(layouts), limits, model.dtype)
+    return StepModule("verify", VerifyStep(model, layouts, vocab_size).eval(), inputs, layouts, limits, model.dtype)
+
+
+def draft_pass(model: PreTrainedModel, vocab_size: int, limits: StepLimits) -> StepModule:
+    """The drafter's pass. vocab_size: tokens of the tokenizer; logits beyond it are cut off."""
+    layouts = layer_layouts(model)
+    module = DraftPass(model, layouts, vocab_size, limits.num_children, MASK_VALUE).eval()
+    return StepModule("draft", module, draft_inputs(limits), layouts, limits, model.dtype)
+
+
+def example_inputs(step: StepModule, sizes: dict[str, int]) -> list[Tensor]:
+    """Inputs of the right shapes with harmless values, ahead of the KV buffers."""
+    examples = []
+    for spec in step.inputs:
+        shape = [sizes[size] if isinstance(size, str) else size for size in spec.sizes]
+        if spec.name == "extent":
+            examples.append(torch.arange(shape[0]))
+        elif spec.name == "new_nodes":
+            examples.append(torch.arange(1, 1 + shape[0]))
+        else:
+            examples.append(torch.zeros(shape, dtype=spec.dtype))
+    return examples
+
+
+def allocate_kv(layouts: tuple[LayerLayout, ...], kv_rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """KV buffers [heads, kv_rows, dim], K and V layer by layer."""
+    return tuple(
+        torch.zeros(layout.num_heads, kv_rows, dim, dtype=dtype)
+        for layout in layouts
+        for dim in (layout.key_dim, layout.value_dim)
+    )
+
+
+def nest_inputs(step: StepModule, flat: list[Tensor], kv_buffers: tuple[Tensor, ...]) -> tuple:
+    """Flat ABI inputs as the module's arguments: the masks of `verify` are one tuple, the KV buffers another."""
+    masks = [index for index, spec in enumerate(step.inputs) if spec.name.startswith("mask.")]
+    if not masks:
+        return (*flat, kv_buffers)
+    return (*flat[: masks[0]], tuple(flat[masks[0] : masks[-1] + 1]), *flat[masks[-1] + 1 :], kv_buffers)
+
+
+def export_step(step: StepModule) -> ExportedProgram:
+    """Trace a step with symbolic W, S, R and A."""
+    limits = step.limits
+    bounds = {"W": limits.max_width, "S": limits.kv_rows - 1, "R": limits.max_width, "A": limits.max_nodes - 1}
+    dims = {name: Dim(name, min=1, max=bound) for name, bound in bounds.items()}
+    sizes = {name: min(size, bounds[name]) for name, size in EXAMPLE_SIZES.items()}
+    flat_dims = [
+        {axis: dims[size] for axis, size in enumerate(spec.sizes) if isinstance(size, str)} or None
+        for spec in step.inputs
+    ]
+    kv_buffers = allocate_kv(step.layouts, limits.kv_rows, step.dtype)
+    arguments = nest_inputs(step, example_inputs(step, sizes), kv_buffers)
+    shapes = nest_inputs(step, flat_dims, tuple(None for _ in kv_buffers))  # type: ignore[arg-type]
+    with torch.no_grad():
+        return torch.export.export(step.module, arguments, dynamic_shapes=shapes, strict=False)
+
+
+def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch: Path) -> None:
+    """Compile an exported step for this machine's CPU into one package at `path`.
+
+    freezing packs every linear's weights for the CPU's matrix kernels.
+    scratch: folder for the compiler's own files; removed afterwards.
+    Raises BuildError when there is no C++ compiler or it fails.
+    """
+    require_compiler()
+    options = {
+        "freezing": True,
+        "cpp.enable_concat_linear": True,
+        "cpp.threads": num_threads,
+        "max_autotune": False,
+    }
+    place_before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch)
+    try:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+    except CppCompileError as error:
+        raise BuildError(f"the C++ compiler failed on generated code: {first_error_line(str(error))}") from None
+    finally:
+        if place_before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = place_before
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def require_compiler() -> None:
+    """Raises BuildError when there is no C++ compiler."""
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    if not any(shutil.which(name) for name in wanted):
+        raise BuildError(
+            f"no C++ compiler found (looked for {' and '.join(wanted)}); install one, or name it in CXX. "
+            "Only building needs it, running a bundle does not."
+        )
+
+
+def first_error_line(text: str) -> str:
+    """The line of a compiler's output that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no output")
+
+
+def eager_run(step: StepModule):
+    """A step's module as the runtime calls an artifact: flat inputs, KV buffers last and changed in place."""
+    count = len(step.inputs)
+
+    def run(flat: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return list(step.module(*nest_inputs(step, flat[:count], tuple(flat[count:]))))
+
+    return run

@@ -1,0 +1,345 @@
+"""The step modules that are exported: `VerifyStep` and `DraftPass` around an unmodified transformers model.
+
+The model's own attention modules call `step_attention` (registered with transformers' AttentionInterface), which keeps
+the KV cache itself: it writes this step's rows at their slots and attends to the first S rows. So no cache class of
+transformers is involved, and no code here knows a model family.
+
+Invariant: a step reads the KV rows it moves before it writes any, and writes only at `move_dst` and `slots`.
+Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
+
+
+from yggrt.artifacts import LOG_Q_MIN, LayerLayout, attention_windows
+from yggrt.errors import CheckpointError
+
+ATTENTION_NAME = "ygg_step"
+CHILD_BLOCK = 256  # columns per block of the two-step top-k
+
+
+@dataclass(slots=True)
+class _StepState:
+    """What the attention functions of one step share while the model's forward runs."""
+
+    slots: Tensor
+    moves: tuple[Tensor, Tensor]
+    masks: dict[int | None, Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+    extent: int
+    visited: list[int] = field(default_factory=list)
+
+
+_active: list[_StepState | list[LayerLayout]] = []
+
+
+def step_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer over its KV buffers; called by the model's own attention modules.
+
+    query: [1, heads, W, head_dim]; key, value: [1, kv_heads, W, head_dim] of this step's rows alone.
+    Returns ([1, W, heads, head_dim], None).
+    """
+    refused = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if refused:
+        raise CheckpointError(
+            f"{type(module).__name__} asks for attention with {', '.join(refused)}; plain scaled-dot-product attention, "
+            "full or with a sliding window, is accepted"
+        )
+    state = _active[-1]
+    if isinstance(state, list):
+        state.append(LayerLayout(key.shape[1], key.shape[3], value.shape[3], sliding_window))
+        mask = None
+    else:
+        layer = module.layer_idx
+        state.visited.append(layer)
+        key = _write_and_read(state.keys[layer], key, state)
+        value = _write_and_read(state.values[layer], value, state)
+        mask = state.masks.get(sliding_window, state.masks[None])
+    output = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _write_and_read(buffer: Tensor, rows: Tensor, state: _StepState) -> Tensor:
+    """Move and write KV rows in one scatter, then return the first S of them.
+
+    buffer: [kv_heads, kv_rows, head_dim], mutated; rows: [1, kv_heads, W, head_dim]. Returns [1, kv_heads, S, head_dim].
+    """
+    move_src, move_dst = state.moves
+    targets = torch.cat((move_dst, state.slots))
+    buffer[:, targets] = torch.cat((buffer[:, move_src], rows[0]), dim=1)
+    return buffer[:, : state.extent].unsqueeze(0)
+
+
+AttentionInterface.register(ATTENTION_NAME, step_attention)
+
+
+@contextmanager
+def _running(state: _StepState | list[LayerLayout]) -> Iterator[None]:
+    _active.append(state)
+    try:
+        yield
+    finally:
+        _active.pop()
+
+
+def layer_layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
+    """What each layer keeps in its KV cache, found by running the model once on two tokens.
+
+    Raises CheckpointError when the model's layers do not all call the attention interface, once each.
+    """
+    model.set_attn_implementation(ATTENTION_NAME)
+    recorded: list[LayerLayout] = []
+    with _running(recorded), torch.no_grad():
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False)
+    if len(recorded) != model.config.get_text_config().num_hidden_layers:
+        raise CheckpointError(
+            f"{type(model).__name__} has {model.config.num_hidden_layers} layers but {len(recorded)} of them use "
+            "transformers' attention interface; models whose every layer keeps one KV cache are accepted"
+        )
+    return tuple(recorded)
+
+
+class _CausalStep(nn.Module):
+    """A causal language model that runs W rows against external KV buffers."""
+
+    def __init__(self, model: PreTrainedModel, layouts: tuple[LayerLayout, ...], vocab_size: int) -> None:
+        super().__init__()
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.model = model
+        self.num_layers = len(layouts)
+        self.windows = attention_windows(layouts)
+        self.vocab_size = vocab_size
+        self._head_input: list[Tensor] = []
+        model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
+
+    def _keep_head_input(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._head_input.append(inputs[0])
+
+    def run_model(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        masks: tuple[Tensor, ...],
+        moves: tuple[Tensor, Tensor],
+        kv_buffers: tuple[Tensor, ...],
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] and last hidden states [R, H] of `rows` (all rows when None); V is the usable vocabulary."""
+        state = _StepState(
+            slots=slots,
+            moves=moves,
+            masks={window: mask[None, None] for window, mask in zip(self.windows, masks, strict=True)},
+            keys=list(kv_buffers[0::2]),
+            values=list(kv_buffers[1::2]),
+            extent=masks[0].shape[1],
+        )
+        if None not in state.masks:  # every layer slides: the fallback for an unknown window is the only mask there is
+            state.masks[None] = masks[0][None, None]
+        keep = {} if rows is None else {"logits_to_keep": rows}
+        with _running(state):
+            output = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **keep)
+        if sorted(state.visited) != list(range(self.num_layers)):
+            raise CheckpointError(f"{type(self.model).__name__} visited layers {state.visited} of {self.num_layers}")
+        hidden = self._head_input.pop()
+        return output.logits[0, :, : self.vocab_size], hidden[0]
+
+
+class VerifyStep(_CausalStep):
+    """One verifier step over W rows: argmax [W], top-2 gap [W], hidden [W, H], logits [W, V]."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        masks: tuple[Tensor, ...],
+        move_src: Tensor,
+        move_dst: Tensor,
+        kv_buffers: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        logits, hidden = self.run_model(tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, None)
+        best, choice = logits.max(dim=-1)
+        others = logits.scatter(1, choice[:, None], -torch.inf)
+        gap = best.float() - others.amax(dim=-1).float()
+        return choice, gap, hidden, logits
+
+
+class DraftPass(_CausalStep):
+    """One pass of the drafter: run W rows, add the children of R of them to the pool, choose the A best as new nodes.
+
+    See `yggrt.artifacts.DRAFT_INPUTS` for shapes. Prefill is the same graph with the outcome ignored.
+    Source: paper, Equal-Growth Tree; design, section 5.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layouts: tuple[LayerLayout, ...],
+        vocab_size: int,
+        children_per_node: int,
+        mask_value: float,
+    ) -> None:
+        super().__init__(model, layouts, vocab_size)
+        self.children_per_node = children_per_node
+        self.mask_value = mask_value
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        num_visible: Tensor,
+        row_ancestors: Tensor,
+        expand_rows: Tensor,
+        expand_nodes: Tensor,
+        new_nodes: Tensor,
+        root: Tensor,
+        tree_tokens: Tensor,
+        tree_parents: Tensor,
+        tree_depths: Tensor,
+        tree_values: Tensor,
+        tree_ancestors: Tensor,
+        pool_values: Tensor,
+        pool_tokens: Tensor,
+        pool_parents: Tensor,
+        acceptance_table: Tensor,
+        extent: Tensor,
+        move_src: Tensor,
+        move_dst: Tensor,
+        kv_buffers: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        root_position, root_slot = root[0], root[1]
+        dtype = kv_buffers[0].dtype
+        masks = tuple(
+            growth_mask(
+                window, positions, num_visible, row_ancestors, tree_depths, root_position, root_slot, extent,
+                self.mask_value, dtype,
+            )
+            for window in self.windows
+        )  # fmt: skip
+        logits, _ = self.run_model(
+            tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, rows=expand_rows
+        )
+        child_tokens, child_log_q = best_children(logits.float(), self.children_per_node)
+        log_a = log_acceptance(child_log_q, acceptance_table)
+        child_values = tree_values[expand_nodes][:, None] + log_a
+        child_parents = expand_nodes[:, None].expand_as(child_tokens)
+
+        candidate_values = torch.cat((pool_values, child_values.reshape(-1)))
+        candidate_tokens = torch.cat((pool_tokens, child_tokens.reshape(-1)))
+        candidate_parents = torch.cat((pool_parents, child_parents.reshape(-1)))
+        order = torch.sort(candidate_values, descending=True, stable=True).indices
+        added = order[torch.arange(new_nodes.shape[0], device=order.device)]
+        kept = order[torch.arange(pool_values.shape[0], device=order.device) + new_nodes.shape[0]]
+
+        parents = candidate_parents[added]
+        depths = tree_depths[parents] + 1
+        ancestors = tree_ancestors[parents] | functional.one_hot(new_nodes, tree_tokens.shape[0]).bool()
+        new_tokens = candidate_tokens[added]
+        return (
+            new_tokens,
+            root_position + depths,
+            root_slot + new_nodes,
+            (root_position + 1).expand_as(new_nodes) + 0,
+            ancestors,
+            tree_tokens.index_put((new_nodes,), new_tokens),
+            tree_parents.index_put((new_nodes,), parents),
+            tree_depths.index_put((new_nodes,), depths),
+            tree_values.index_put((new_nodes,), candidate_values[added]),
+            tree_ancestors.index_put((new_nodes,), ancestors),
+            candidate_values[kept],
+            candidate_tokens[kept],
+            candidate_parents[kept],
+        )
+
+
+def growth_mask(
+    window: int | None,
+    positions: Tensor,
+    num_visible: Tensor,
+    row_ancestors: Tensor,
+    tree_depths: Tensor,
+    root_position: Tensor,
+    root_slot: Tensor,
+    extent: Tensor,
+    mask_value: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Additive mask [W, S] of a draft pass.
+
+    Committed position p lies at slot p + 1, node i > 0 of the tree at root_slot + i; slot 0 is scratch and seen only by
+    padding rows, whose `num_visible` is 0. A window counts positions, not slots.
+    """
+    slots = extent[None, :]
+    node = extent - root_slot
+    in_tree = (node >= 1) & (node < row_ancestors.shape[1])
+    node = node.clamp(0, row_ancestors.shape[1] - 1)
+    visible = (slots >= 1) & (slots <= num_visible[:, None])
+    visible = visible | (row_ancestors[:, node] & in_tree[None, :])
+    if window is not None:
+        slot_positions = torch.where(in_tree, root_position + tree_depths[node], extent - 1)
+        visible = visible & (positions[:, None] - slot_positions[None, :] < window)
+    visible = visible | ((slots == 0) & (num_visible[:, None] == 0))
+    return torch.where(visible, 0.0, mask_value).to(dtype)
+
+
+def best_children(logits: Tensor, num_children: int) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of each row, exactly, in two steps: the best blocks of columns, then the best columns.
+
+    logits: float32[R, V]. Returns tokens int64[R, K] and log q float32[R, K], best first.
+    """
+    rows, vocab_size = logits.shape
+    log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    if vocab_size <= num_children * CHILD_BLOCK:
+        best = torch.topk(logits, num_children, dim=-1)
+        return best.indices, best.values - log_total
+    padding = -vocab_size % CHILD_BLOCK
+    blocks = functional.pad(logits, (0, padding), value=-torch.inf).view(rows, -1, CHILD_BLOCK)
+    # The K best columns lie in the K blocks with the largest maxima.
+    best_blocks = torch.topk(blocks.amax(dim=-1), num_children, dim=-1).indices
+    columns = torch.gather(blocks, 1, best_blocks[:, :, None].expand(-1, -1, CHILD_BLOCK)).flatten(1)
+    best = torch.topk(columns, num_children, dim=-1)
+    block_of = torch.gather(best_blocks, 1, best.indices // CHILD_BLOCK)
+    return block_of * CHILD_BLOCK + best.indices % CHILD_BLOCK, best.values - log_total
+
+
+def log_acceptance(log_q: Tensor, table: Tensor) -> Tensor:
+    """Calibrated log a(rank, q) by linear interpolation on log q; siblings are scaled so that their a sum to at most 1.
+
+    log_q: float32[R, K], best first; table: float32[K, B], row k holds log a at B knots evenly spaced from LOG_Q_MIN to 0.
+    Returns float32[R, K].
+    """
+    last = table.shape[1] - 1
+    place = (1.0 - log_q / LOG_Q_MIN).clamp(0.0, 1.0) * last
+    below = place.floor().clamp(max=last - 1)
+    index = below.long()
+    fraction = place - below
+    rank = torch.arange(table.shape[0], device=table.device)[None, :].expand_as(index)
+    log_a = (1.0 - fraction) * table[rank, index] + fraction * table[rank, index + 1]
+    return log_a - torch.logsumexp(log_a, dim=-1, keepdim=True).clamp(min=0.0)
