@@ -17,6 +17,7 @@ from yggrt.engine import Engine
 from yggrt.executor import Decoder
 from yggrt.kvcache import KvCache, rows_needed
 from yggrt.plan import identity_table
+from yggrt.text import TextCodec
 from yggrt.tree import TreeShape
 
 VOCAB_SIZE = 64
@@ -39,7 +40,8 @@ def make_llama(seed: int, **overrides: object) -> LlamaForCausalLM:
 def make_drafter(kind: str, verifier: PreTrainedModel) -> PreTrainedModel:
     """One of DRAFTERS for this verifier."""
     if kind == "never":
-        return make_llama(99, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32)
+        sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+        return make_llama(99, vocab_size=verifier.config.vocab_size, **sizes)
     drafter = copy.deepcopy(verifier)
     if kind == "sometimes":
         torch.manual_seed(7)
@@ -49,24 +51,26 @@ def make_drafter(kind: str, verifier: PreTrainedModel) -> PreTrainedModel:
     return drafter
 
 
-def make_limits(shape: TreeShape, max_context: int = MAX_CONTEXT) -> StepLimits:
-    """Limits that hold one tree shape."""
+def make_limits(shape: TreeShape, max_context: int = MAX_CONTEXT, children: int | None = None) -> StepLimits:
+    """Limits that hold one tree shape. children: K; max(W_d, 8) where not given."""
     return StepLimits(
         kv_rows=rows_needed(max_context, shape.capacity),
         max_width=512,
         max_moves=max(shape.draft_depth, 1),
         max_nodes=max(shape.capacity, 2),
         pool_size=shape.pool_size,
-        num_children=max(shape.draft_width, 8),
+        num_children=children or max(shape.draft_width, 8),
         num_knots=NUM_KNOTS,
     )
 
 
-def make_steps(drafter: PreTrainedModel, verifier: PreTrainedModel, limits: StepLimits) -> tuple[StepModule, StepModule]:
+def make_steps(
+    drafter: PreTrainedModel, verifier: PreTrainedModel, limits: StepLimits, vocab_size: int = VOCAB_SIZE
+) -> tuple[StepModule, StepModule]:
     """(verify, draft) step modules of copies of the models."""
     return (
-        verify_step(copy.deepcopy(verifier), VOCAB_SIZE, limits),
-        draft_pass(copy.deepcopy(drafter), VOCAB_SIZE, limits),
+        verify_step(copy.deepcopy(verifier), vocab_size, limits),
+        draft_pass(copy.deepcopy(drafter), vocab_size, limits),
     )
 
 
@@ -79,24 +83,24 @@ def make_engine(
     max_context: int = MAX_CONTEXT,
     drafter_context: int = 512,
     plain_width: int = 1,
-    codec=None,
-    runs=None,
+    codec: TextCodec | None = None,
+    vocab_size: int = VOCAB_SIZE,
+    children: int | None = None,
 ) -> Engine:
-    """An engine over eager steps, or over `runs` = (verify, draft) callables of compiled ones."""
-    limits = make_limits(shape, max_context)
-    verify, draft = make_steps(drafter, verifier, limits)
-    run_verify, run_draft = runs or (eager_run(verify), eager_run(draft))
+    """An engine over eager steps. children: K; 1 with a draft width of 1 makes the tree a chain."""
+    limits = make_limits(shape, max_context, children)
+    verify, draft = make_steps(drafter, verifier, limits, vocab_size)
     table = identity_table(limits.num_children, NUM_KNOTS)
     decoder = Decoder(
-        Step("verify", run_verify, verify.inputs, limits),
-        Step("draft", run_draft, draft.inputs, limits),
+        Step("verify", eager_run(verify), verify.inputs, limits),
+        Step("draft", eager_run(draft), draft.inputs, limits),
         KvCache(verify.layouts, limits, verify.dtype),
         KvCache(draft.layouts, limits, draft.dtype),
         torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),
         max_context,
         plain_width,
     )
-    return Engine(decoder, shape, codec, frozenset(eos_ids), VOCAB_SIZE, drafter_context, torch.get_num_threads())
+    return Engine(decoder, shape, codec, frozenset(eos_ids), vocab_size, drafter_context, torch.get_num_threads())
 
 
 def hf_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eos_ids: tuple[int, ...] = ()) -> list[int]:

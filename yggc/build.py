@@ -267,7 +267,7 @@ def _make_plan(
         curves=curves,
         calibration=None,
         provenance=Provenance(
-            metadata.version("yggc"), torch.__version__, datetime.now(UTC).isoformat(timespec="seconds")
+            metadata.version("yggc"), str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")
         ),
     )
 

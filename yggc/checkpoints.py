@@ -57,7 +57,7 @@ class Checkpoint:
     dtype:               of most of the weights, in torch's words; "float32" for a quantised GGUF.
     fingerprint:         sha256 in hex over configuration, tokenizer files and (sampled) weights.
     weight_bytes:        size of the weight files.
-    num_parameters:      weights counted once per file entry.
+    num_parameters:      elements of all tensors in the files.
     context:             positions the model can be used at.
     """
 
@@ -93,10 +93,11 @@ def open_checkpoint(source: str) -> Checkpoint:
 
     Raises CheckpointError, in one line: not there, incomplete, damaged, or of a kind that is not supported.
     """
-    path = resolve(source)
-    if path.is_file():
-        return _open_gguf(source, read_gguf(path))
-    return _open_folder(source, path)
+    try:
+        path = resolve(source)
+        return _open_gguf(source, read_gguf(path)) if path.is_file() else _open_folder(source, path)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error.strerror or one_line(error)}.") from error
 
 
 def is_hub_id(source: str) -> bool:
@@ -105,8 +106,8 @@ def is_hub_id(source: str) -> bool:
 
 def resolve(source: str) -> Path:
     """The folder or GGUF file that a source stands for; a hub id goes through the local hub cache first."""
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(source))
+    if source and path.is_dir():
         return path
     if path.is_file():
         if is_gguf(path):
@@ -115,7 +116,7 @@ def resolve(source: str) -> Path:
         raise CheckpointError(f"{source} is a file, but no GGUF file; {ACCEPTED}.{hint}")
     if is_hub_id(source) and path.suffix.lower() not in (".gguf", ".safetensors", ".bin", ".json"):
         return _hub_snapshot(source)
-    raise CheckpointError(f"{source} does not exist; {ACCEPTED}. Check the spelling of the path.")
+    raise CheckpointError(f"{source or 'an empty path'} does not exist; {ACCEPTED}. Check the spelling of the path.")
 
 
 def _hub_snapshot(hub_id: str) -> Path:
@@ -144,9 +145,8 @@ def _open_folder(source: str, folder: Path) -> Checkpoint:
     has_generation_config = (folder / "generation_config.json").exists()
     generation = read_json(member(folder, "generation_config.json")) if has_generation_config else raw
     tokenizer = _quietly(folder, read_tokenizer, folder)
-    special_tokens = read_special_tokens(folder)
     _check_tokenizer_fits(folder, tokenizer, config)
-    bos_id = generation.get("bos_token_id", config.bos_token_id)
+    bos_id = config.bos_token_id if generation.get("bos_token_id") is None else generation["bos_token_id"]
     return Checkpoint(
         source=source,
         path=folder,
@@ -154,7 +154,7 @@ def _open_folder(source: str, folder: Path) -> Checkpoint:
         config=config,
         tokenizer=tokenizer,
         chat_template=read_chat_template(folder),
-        special_tokens=special_tokens,
+        special_tokens=read_special_tokens(folder),
         bos_id=bos_id if isinstance(bos_id, int) else None,
         eos_ids=eos_ids(folder, generation.get("eos_token_id"), config.eos_token_id),
         generation_defaults=generation_defaults(generation),
@@ -192,14 +192,13 @@ def _config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
             else f"transformers {__version__} does not know it; a newer one may"
         )
         raise CheckpointError(f"{folder} has model_type {model_type!r}: {reason}.")
-    if "quantization_config" in raw:
-        method = raw["quantization_config"]
+    if method := raw.get("quantization_config"):
         method = method.get("quant_method", "?") if isinstance(method, dict) else method
         raise CheckpointError(
             f"{folder} is quantised ({method}); checkpoints in float32, float16 or bfloat16 and GGUF files are "
             "accepted. Use the original checkpoint."
         )
-    if "transformers_weights" in raw:
+    if raw.get("transformers_weights"):
         raise CheckpointError(f"{folder}/config.json names a weight file of its own (transformers_weights); remove it.")
     config: PretrainedConfig = _quietly(folder, CONFIG_MAPPING[model_type].from_dict, dict(raw))
     refuse_unsupported(folder, config)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from yggrt.errors import YggError
+
 
 def make_parser() -> argparse.ArgumentParser:
     """All commands and flags."""
@@ -52,8 +54,6 @@ def _add_pair(parser: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = make_parser().parse_args(arguments)
-    from yggrt.errors import YggError  # after parsing: --help should not wait for torch
-
     try:
         code: int = options.handler(options)
         return code

@@ -1,8 +1,8 @@
 """`yggc distill`: makes a small drafter for a verifier, from text that the verifier writes itself.
 
-Two phases: the verifier writes blocks of conversations (`distill_data`), then a small Llama with the verifier's tokenizer
-learns to say what it would say next. What is done lies in a folder beside the output, saved at least every minute; a run
-begun again goes on there, and on the CPU gives the weights that an unbroken run gives.
+Two phases: the verifier writes blocks of conversations (`distill_data`), then a small Llama with the verifier's
+tokenizer learns to say what it would say next (`distill_training`). What is done lies in a folder beside the output,
+saved at least every minute; a run begun again goes on there, and on the CPU gives an unbroken run's weights.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -20,21 +21,24 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
-from yggc.distill_data import ANSWER_LIMIT, ROLE_ANSWER, Block, Decoder, PromptSource
+from yggc.distill_data import ANSWER_LIMIT, ROLE_ANSWER, Block, Decoder, PromptSource, PromptTable
 from yggc.distill_training import WARMUP_STEPS, Trainer, drafter_config, make_drafter, mlp_size
 
-GENERATE_SHARE = 0.55  # of the hours; the rest trains
+GENERATE_SHARE = 0.45  # of the hours; the rest trains
+TRAIN_SHARE = 0.93  # of the time then left; the rest saves and measures
 TRAIN_PASSES = 8  # over the text, where the size is given in tokens
 DRAFT_PASS_COST = 0.07  # the most a draft pass may take, of a verifier's step
 DRAFT_ROWS = 8  # tokens in a draft pass while its cost is measured
 SHAPES = ((1, 64), (1, 128), (2, 128), (2, 192), (2, 256), (2, 384), (3, 512), (4, 768), (4, 1024))  # layers, hidden
 SAVE_SECONDS = 40.0
 BLOCK_SECONDS = 45.0  # the most a block may take on the CPU, since it is what an interruption loses
-CUDA_LENGTHS = (768, 768, 2048)
+CUDA_LENGTHS = (768, 768, 768, 768, 2048, 2048)
 CUDA_ROWS = 4096
+PROMPTS_PER_ROW = 4
 CACHE_SHARE = 0.5  # of a device's free memory for the verifier's KV rows
 CPU_LENGTH, CPU_ROWS = 1024, 16
 ROPE_THETA = 100_000.0
+START_RATE = 0.4  # of the learning rates, for a drafter that has learned already
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class DistillOptions:
     verifier: folder, hub id or GGUF file.       output: folder to write; must not exist.
     hours or tokens: how long to work, or how many tokens the verifier writes (exactly one is given).
     layers, hidden: the drafter's shape, both or neither (chosen by measured cost).
+    start: a drafter of the same vocabulary to go on from, instead of a new one; it gives the shape.
     prompts: file of own prompts, see `read_openings`.    device: "auto", "cpu", "cuda" or "cuda:N".
     rows, length: conversations side by side and slots of each; chosen for the device where 0.
     batch_tokens: tokens of a training step; chosen for the device where 0.
@@ -55,6 +60,7 @@ class DistillOptions:
     tokens: int | None = None
     layers: int | None = None
     hidden: int | None = None
+    start: Path | None = None
     prompts: Path | None = None
     device: str = "auto"
     seed: int = 0
@@ -71,6 +77,8 @@ class DistillOptions:
             raise ValueError(f"tokens is {self.tokens}; a positive number is needed")
         if (self.layers is None) != (self.hidden is None):
             raise ValueError("give both layers and hidden, or neither")
+        if self.start is not None and self.layers is not None:
+            raise ValueError("give a drafter to start from or layers and hidden, not both")
         if self.layers is not None and not 1 <= self.layers <= 128:
             raise ValueError(f"layers is {self.layers}; 1 to 128 is accepted")
         if self.hidden is not None and (self.hidden < 8 or self.hidden % 8 or self.hidden > 64 and self.hidden % 64):
@@ -132,25 +140,18 @@ class _Run:
         self._started = time.monotonic()
         self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         self._verifier = load_model(self._checkpoint, self._dtype).to(self._device)
+        self._decoder_now: Decoder | None = None
         self._state = self._open_state()
 
     def finish(self) -> DistillReport:
         blocks = self._write_text()
-        embedding = self._verifier.get_input_embeddings().weight.float()
-        config = drafter_config(
-            self._state.layers,
-            self._state.hidden,
-            self._verifier.config.get_text_config().vocab_size,
-            self._checkpoint.context,
-            self._checkpoint.bos_id,
-            self._checkpoint.eos_ids,
-            ROPE_THETA,
-        )
-        drafter = make_drafter(config, embedding, self._options.seed)
-        del self._verifier, embedding
+        drafter = self._begin_drafter()
+        self._decoder_now = None
+        del self._verifier
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        trainer = Trainer(drafter.to(self._device), blocks, self._options.seed, self._options.batch_tokens)
+        rate = 1.0 if self._options.start is None else START_RATE
+        trainer = Trainer(drafter.to(self._device), blocks, self._options.seed, self._options.batch_tokens, rate)
         self._train(trainer)
         top1, top8 = trainer.agreement()
         self._export(drafter)
@@ -167,6 +168,21 @@ class _Run:
             agreement_top8=top8,
             seconds=self._seconds(),
         )
+
+    def _begin_drafter(self) -> LlamaForCausalLM:
+        """The drafter before training, in float32 on the CPU."""
+        if self._options.start is not None:
+            return load_model(open_checkpoint(str(self._options.start)), torch.float32).requires_grad_(True)
+        config = drafter_config(
+            self._state.layers,
+            self._state.hidden,
+            self._verifier.config.get_text_config().vocab_size,
+            self._checkpoint.context,
+            self._checkpoint.bos_id,
+            self._checkpoint.eos_ids,
+            ROPE_THETA,
+        )
+        return make_drafter(config, self._verifier.get_input_embeddings().weight.float(), self._options.seed)
 
     # --- state ---
 
@@ -188,9 +204,12 @@ class _Run:
             self._started -= state.seconds
             self._say(f"{self._clock()} going on in {self._folder}")
             return state
-        shape = (self._options.layers, self._options.hidden)
-        if shape[0] is None:
+        if self._options.start is not None:
+            shape = start_shape(self._options.start, self._verifier)
+        elif self._options.layers is None:
             shape = choose_shape(self._verifier, self._device, self._say)
+        else:
+            shape = (self._options.layers, self._options.hidden)
         self._folder.mkdir(parents=True, exist_ok=True)
         state = Progress(identity, *shape, choose_block_shapes(self._options, self._checkpoint, self._verifier))
         self._save_state(state)
@@ -218,27 +237,24 @@ class _Run:
     def _write_text(self) -> list[Block]:
         """All blocks of the run: those that lie there are read, the others are decoded."""
         blocks: list[Block] = []
-        decoders: dict[tuple[int, int], Decoder] = {}
         written = 0
-        while not self._enough(len(blocks), written):
-            index = len(blocks)
-            path = self._folder / f"block-{index:05}.safetensors"
-            if path.exists():
-                block = Block.load(path, self._device)
-            else:
-                rows, length = self._state.block_shapes[index % len(self._state.block_shapes)]
-                began = time.monotonic()
-                block = self._decode_block(decoders, index, rows, length)
-                block.save(path)
-                self._state = self._save_state(self._state)
-                rate = rows * length / (time.monotonic() - began)
-                answers = (block.roles == ROLE_ANSWER).float().mean().item()
-                self._say(
-                    f"{self._clock()} text: block {index + 1}, {(written + rows * length) / 1e6:.3g} M tokens, "
-                    f"{rate:.0f} tokens/s, {100 * answers:.0f} % answers, {self._left(index + 1, written + rows * length)}"
-                )
-            blocks.append(block)
-            written += block.tokens.numel()
+        with ThreadPoolExecutor(max_workers=1) as drawer:  # the next block's prompts are drawn during this one
+            table = None
+            while not self._enough(len(blocks), written):
+                index = len(blocks)
+                path = self._folder / f"block-{index:05}.safetensors"
+                if path.exists():
+                    block = Block.load(path, self._device)
+                else:
+                    began = time.monotonic()
+                    drawn = (table or drawer.submit(self._draw, index)).result()
+                    table = drawer.submit(self._draw, index + 1)
+                    block = self._decoder(*self._shape(index)).decode(drawn, self._options.seed * 100_003 + index)
+                    block.save(path)
+                    self._state = self._save_state(self._state)
+                    self._say(self._text_line(index, written, block, time.monotonic() - began))
+                blocks.append(block)
+                written += block.tokens.numel()
         if not self._state.num_blocks:
             self._state = self._save_state(self._state, num_blocks=len(blocks))
         return blocks
@@ -251,26 +267,39 @@ class _Run:
         per_block = self._seconds() / max(1, num_blocks)
         return num_blocks > 0 and self._seconds() + per_block / 2 >= GENERATE_SHARE * self._budget()
 
-    def _left(self, num_blocks: int, written: int) -> str:
+    def _text_line(self, index: int, written: int, block: Block, seconds: float) -> str:
+        written += block.tokens.numel()
+        answers = (block.roles == ROLE_ANSWER).float().mean().item()
         share = written / self._options.tokens if self._options.tokens else self._seconds() / (
             GENERATE_SHARE * self._budget()
         )
-        return f"about {self._seconds() * max(0.0, 1 / share - 1):.0f} s of text left"
+        return (
+            f"{self._clock()} text: block {index + 1}, {written / 1e6:.3g} M tokens, "
+            f"{block.tokens.numel() / seconds:.0f} tokens/s, {100 * answers:.0f} % answers, "
+            f"about {self._seconds() * max(0.0, 1 / share - 1):.0f} s of text left"
+        )
 
-    def _decode_block(self, decoders: dict, index: int, rows: int, length: int) -> Block:
-        longest_shape = max(shape[1] for shape in self._state.block_shapes)
-        others = [shape[1] for shape in self._state.block_shapes if shape[1] < length]
-        shortest = max(others) // 2 if others and length == longest_shape else 0
-        if (rows, length) not in decoders:
-            decoders.clear()
+    def _shape(self, index: int) -> tuple[int, int]:
+        rows, length = self._state.block_shapes[index % len(self._state.block_shapes)]
+        return rows, length
+
+    def _draw(self, index: int) -> PromptTable:
+        """Prompts of a block: long blocks take the long ones."""
+        rows, length = self._shape(index)
+        shorter = [other for _, other in self._state.block_shapes if other < length]
+        shortest = max(shorter) // 2 if shorter else 0
+        return self._source.draw(index, rows * PROMPTS_PER_ROW, shortest, max(length // 2, length - ANSWER_LIMIT))
+
+    def _decoder(self, rows: int, length: int) -> Decoder:
+        """The decoder of this shape; only one is kept, since its KV rows fill the device."""
+        if (self._decoder_now is None) or (self._decoder_now.rows, self._decoder_now.length) != (rows, length):
+            self._decoder_now = None
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            decoders[rows, length] = Decoder(
+            self._decoder_now = Decoder(
                 self._verifier, self._checkpoint.eos_ids, special_ids(self._checkpoint), rows, length
             )
-        room = max(length // 2, length - ANSWER_LIMIT)
-        table = self._source.draw(index, rows * 4, shortest, room)
-        return decoders[rows, length].decode(table, self._options.seed * 100_003 + index)
+        return self._decoder_now
 
     # --- phase 2 ---
 
@@ -290,7 +319,8 @@ class _Run:
                 began, begin_step = trainer.synchronized(), step
             if not num_steps and step >= WARMUP_STEPS // 2:
                 step_seconds = (trainer.synchronized() - began) / (step - begin_step)
-                num_steps = max(WARMUP_STEPS, step + int((self._budget() - self._seconds()) / step_seconds))
+                left = TRAIN_SHARE * (self._budget() - self._seconds())
+                num_steps = max(WARMUP_STEPS, step + int(left / step_seconds))
                 self._state = self._save_state(self._state, num_steps=num_steps)
             if time.monotonic() - saved > SAVE_SECONDS and step < (num_steps or step + 1):
                 saved = trainer.synchronized()
@@ -302,9 +332,10 @@ class _Run:
     def _training_line(self, trainer: Trainer, step: int, num_steps: int, step_seconds: float) -> str:
         top1, top8 = trainer.agreement()
         return (
-            f"{self._clock()} training: step {step} of {num_steps}, loss {trainer.recent_loss():.3f}, agreement "
-            f"top 1 {top1:.3f}, top 8 {top8:.3f}, {trainer.batch_tokens / step_seconds:.0f} tokens/s, "
-            f"about {(num_steps - step) * step_seconds:.0f} s left"
+            f"{self._clock()} training: step {step} of {num_steps or 'a number not yet known'}, "
+            f"loss {trainer.recent_loss():.3f}, agreement top 1 {top1:.3f}, top 8 {top8:.3f}, "
+            f"{trainer.batch_tokens / step_seconds:.0f} tokens/s, "
+            f"about {max(0, num_steps - step) * step_seconds:.0f} s left"
         )
 
     def _export(self, drafter: LlamaForCausalLM) -> None:
@@ -329,6 +360,18 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def start_shape(start: Path, verifier: PreTrainedModel) -> tuple[int, int]:
+    """(layers, hidden) of a drafter to start from, if it is one that can be trained here."""
+    config = open_checkpoint(str(start)).config
+    vocabulary = verifier.config.get_text_config().vocab_size
+    if config.model_type != "llama" or not config.tie_word_embeddings or config.vocab_size != vocabulary:
+        raise ValueError(
+            f"{start} is a {config.model_type} with {config.vocab_size} tokens; a drafter to start from is a llama "
+            f"with tied embeddings and the verifier's {vocabulary} tokens"
+        )
+    return config.num_hidden_layers, config.hidden_size
 
 
 def choose_shape(verifier: PreTrainedModel, device: torch.device, say: Callable[[str], None]) -> tuple[int, int]:

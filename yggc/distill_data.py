@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
-ROLE_GIVEN, ROLE_USER, ROLE_ANSWER = 0, 1, 2  # who chooses the next token: the prompt, the verifier as user, or as itself
+ROLE_GIVEN, ROLE_USER, ROLE_ANSWER = 0, 1, 2  # who chooses the next token: the prompt, the verifier as user, as itself
 PROMPTS_FILE = Path(__file__).parent / "data" / "distill" / "prompts.json"
 GIVEN_SHARE = 0.5  # of the prompts, where the caller brings prompts too
 EXTENT_STEP = 256  # slots by which the attention's extent grows
@@ -171,12 +171,12 @@ class PromptSource:
         self.format = chat_format(checkpoint)
 
     def draw(self, block: int, count: int, shortest: int, longest: int) -> PromptTable:
-        """Draw `count` prompts for a block that reach from `shortest` to `longest` tokens, `shortest` where possible."""
+        """Draw `count` prompts for a block that reach from `shortest` (where possible) to `longest` tokens."""
         dice = random.Random(f"{self._seed} {block}")
         rows: list[list[int]] = []
         rules: list[tuple[int, int, int, int]] = []
         for attempt in range(64):
-            openings = [self._draw_opening(dice) for _ in range(count)]
+            openings = self._draw_openings(dice, count)
             texts = self._tokenizer.encode_batch([opening.text for opening in openings], add_special_tokens=False)
             for opening, text in zip(openings, texts, strict=True):
                 tokens = [*self.format.before, *text.ids, *(() if opening.open else self.format.to_answer)]
@@ -196,12 +196,14 @@ class PromptSource:
             table[index, : len(row)] = torch.tensor(row)
         return PromptTable(table, torch.tensor([len(row) for row in rows]), torch.tensor(rules))
 
-    def _draw_opening(self, dice: random.Random) -> Opening:
-        if self._given and dice.random() < GIVEN_SHARE:
-            return dice.choices(self._given, [opening.weight for opening in self._given])[0]
-        opening = dice.choices(self._shipped, [opening.weight for opening in self._shipped])[0]
-        text = fill_slots(opening.text, self._slots, dice)
-        return Opening(text, opening.open, opening.minimum, opening.maximum, opening.turns)
+    def _draw_openings(self, dice: random.Random, count: int) -> list[Opening]:
+        given = sum(dice.random() < GIVEN_SHARE for _ in range(count)) if self._given else 0
+        openings = dice.choices(self._given, [opening.weight for opening in self._given], k=given) if given else []
+        for opening in dice.choices(self._shipped, [opening.weight for opening in self._shipped], k=count - given):
+            text = fill_slots(opening.text, self._slots, dice)
+            openings.append(Opening(text, opening.open, opening.minimum, opening.maximum, opening.turns))
+        dice.shuffle(openings)
+        return openings
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,7 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     padding = -logits.shape[1] % columns
     if padding:
         logits = torch.nn.functional.pad(logits, (0, padding), value=float("-inf"))
-    groups = logits.view(logits.shape[0], -1, columns)
+    groups = logits.view(logits.shape[0], logits.shape[1] // columns, columns)
     if groups.shape[1] <= count:
         values, ids = logits.topk(count)
         return values.float(), ids
@@ -431,15 +433,14 @@ class Decoder:
         source = torch.where(to_user, self._num_prompts + 1, source)
         source = torch.where(to_next, prompt, source)
         given = table.tokens[source, torch.where(jump, 0, state["cursor"]).clamp(max=self.length - 1)]
+        role = torch.where(to_next, rules[:, 0], state["role"])
         following = {
             "token": torch.where(jump | forced, given, sampled),
             "start": torch.where(to_next, self._cache.slot + 1, state["start"]),
             "source": source,
             "cursor": torch.where(jump, 1, state["cursor"] + forced),
             "number": number,
-            "role": torch.where(
-                to_answer, ROLE_ANSWER, torch.where(to_user, ROLE_USER, torch.where(to_next, rules[:, 0], state["role"]))
-            ),
+            "role": torch.where(to_answer, ROLE_ANSWER, torch.where(to_user, ROLE_USER, role)),
             "count": torch.where(jump, 0, torch.where(forced, state["count"], count)),
             "minimum": torch.where(to_next, rules[:, 1], torch.where(to_user, 0, state["minimum"])),
             "maximum": torch.where(to_next, rules[:, 2], torch.where(to_user, LATER_USER_TOKENS, state["maximum"])),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -132,8 +133,10 @@ class _HeadLoss(torch.autograd.Function):
 class Trainer:
     """Trains a drafter on blocks; everything it needs to go on is in `save`."""
 
-    def __init__(self, drafter: LlamaForCausalLM, blocks: list[Block], seed: int, batch_tokens: int) -> None:
-        self._drafter, self._seed = drafter.train(), seed
+    def __init__(
+        self, drafter: LlamaForCausalLM, blocks: list[Block], seed: int, batch_tokens: int, rate: float = 1.0
+    ) -> None:
+        self._drafter, self._seed, self._rate = drafter.train(), seed, rate
         self._device = drafter.device
         cuda = self._device.type == "cuda"
         self.batch_tokens = batch_tokens or (1 << 15 if cuda else 1 << 11)
@@ -184,7 +187,7 @@ class Trainer:
 
     def step(self, step: int, num_steps: int) -> None:
         """One step of training; the rate rises over the warm-up and falls as a cosine to the last of `num_steps`."""
-        factor = min(1.0, (step + 1) / WARMUP_STEPS)
+        factor = self._rate * min(1.0, (step + 1) / WARMUP_STEPS)
         if num_steps > WARMUP_STEPS:
             done = max(0, step - WARMUP_STEPS) / (num_steps - WARMUP_STEPS)
             factor *= 0.5 + 0.5 * torch.cos(torch.tensor(done * torch.pi)).item()
@@ -226,7 +229,8 @@ class Trainer:
             ).last_hidden_state
         if self._device.type == "cuda":
             hidden = hidden.bfloat16()
-        return hidden.flatten(0, 1), block.roles.flatten(), block.top_ids.flatten(0, 1), block.top_logprobs.flatten(0, 1)
+        ids, logprobs = block.top_ids.flatten(0, 1), block.top_logprobs.flatten(0, 1)
+        return hidden.flatten(0, 1), block.roles.flatten(), ids, logprobs
 
     def _loss(self, hidden: Tensor, ids: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Loss over slots, filled up to whole chunks so that a compiled chunk has one shape."""
@@ -242,7 +246,7 @@ class Trainer:
 
     @torch.inference_mode()
     def agreement(self) -> tuple[float, float]:
-        """How often the verifier's first choice is the drafter's first, or one of its first eight, on held-out answers."""
+        """How often the verifier's first choice is the drafter's first, or among its first eight: held-out answers."""
         first = eighth = total = 0
         weight = self._drafter.get_input_embeddings().weight
         for pool in self._held_out or self._pools:
@@ -308,14 +312,8 @@ class Trainer:
 
 
 def _rows(block: Block, rows: slice | Tensor) -> Block:
-    return Block(block.tokens[rows], block.starts[rows], block.roles[rows], block.top_ids[rows], block.top_logprobs[rows])
+    return Block(*(getattr(block, field.name)[rows] for field in fields(Block)))
 
 
 def _join(blocks: list[Block]) -> Block:
-    return Block(
-        torch.cat([block.tokens for block in blocks]),
-        torch.cat([block.starts for block in blocks]),
-        torch.cat([block.roles for block in blocks]),
-        torch.cat([block.top_ids for block in blocks]),
-        torch.cat([block.top_logprobs for block in blocks]),
-    )
+    return Block(*(torch.cat([getattr(block, field.name) for block in blocks]) for field in fields(Block)))

@@ -6,6 +6,7 @@ the weights are packed once.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
         "cpp.threads": num_threads,
         "max_autotune": False,
     }
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a missing CUDA runtime
     place_before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch)
     try:

@@ -262,11 +262,12 @@ class DraftPass(_CausalStep):
         depths = tree_depths[parents] + 1
         ancestors = tree_ancestors[parents] | functional.one_hot(new_nodes, tree_tokens.shape[0]).bool()
         new_tokens = candidate_tokens[added]
+        positions = root_position + depths
         return (
             new_tokens,
-            root_position + depths,
+            positions,
             root_slot + new_nodes,
-            (root_position + 1).expand_as(new_nodes) + 0,
+            positions - depths + 1,  # all committed rows, the root's included; spelled so as to be a row of its own
             ancestors,
             tree_tokens.index_put((new_nodes,), new_tokens),
             tree_parents.index_put((new_nodes,), parents),

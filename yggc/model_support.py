@@ -8,7 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from yggrt.errors import CheckpointError
 
-REWINDABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+REWINDABLE_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 POSITION_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary scalings whose frequencies change with the length of the text, so that cached keys would need recomputing."""
 
@@ -20,6 +20,9 @@ ENCODERS = frozenset(
     )
 )
 """Read in both directions unless their configuration says is_decoder."""
+
+LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel")
+"""How the names of transformers' causal language models end."""
 
 NOT_REWINDABLE = frozenset(("lfm2", "lfm2_moe", "moshi", "reformer", "xlm", "xlnet", "zaya"))
 """Last resort, for models whose configuration and class do not tell."""
@@ -49,9 +52,11 @@ def refuse_unsupported(path: Path, config: PretrainedConfig) -> None:
     if model_type in ENCODERS and not getattr(config, "is_decoder", False):
         raise _refusal(path, model_type, "reads text in both directions; causal language models are accepted")
     for architecture in getattr(config, "architectures", None) or ():
-        if not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        if not architecture.endswith(LANGUAGE_HEADS):
             raise _refusal(path, model_type, f"was saved as {architecture}, which has no language-model head")
     _refuse_recurrent(path, config)
+    if config.get_text_config() is not config or not causal_class(config).__name__.endswith(LANGUAGE_HEADS):
+        raise _refusal(path, model_type, "is made of several models; text-only language models are accepted")
     for parameters in _rope_parameters(config):
         if parameters.get("rope_type") in POSITION_DEPENDENT_ROPE:
             raise _refusal(
@@ -63,14 +68,14 @@ def refuse_unsupported(path: Path, config: PretrainedConfig) -> None:
 
 
 def _refuse_recurrent(path: Path, config: PretrainedConfig) -> None:
-    reason = (
-        "keeps a state that cannot be rewound after a rejected draft; models with attention layers only are accepted"
-    )
-    layers = sorted(set(getattr(config, "layer_types", None) or ()) - REWINDABLE_LAYERS)
-    if layers:
-        raise _refusal(path, config.model_type, f"has {', '.join(layers)} layers: it {reason}")
+    advice = "cannot be rewound after a rejected draft; models of full or sliding attention layers are accepted"
+    layers: set[str] = set()
+    for name in ("layer_types", "layers_block_type", "block_types"):
+        layers.update(getattr(config, name, None) or ())
+    if others := sorted(layers - REWINDABLE_LAYERS):
+        raise _refusal(path, config.model_type, f"has {', '.join(others)} layers, whose cache {advice}")
     if config.model_type in NOT_REWINDABLE or getattr(causal_class(config), "_is_stateful", False):
-        raise _refusal(path, config.model_type, reason)
+        raise _refusal(path, config.model_type, f"keeps a state that {advice}")
 
 
 def _rope_parameters(config: PretrainedConfig) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,51 @@
-"""yggrt: the slim runtime. Loads a bundle made by yggc and answers with it, exactly as its verifier alone would."""
+"""yggrt: the slim runtime. Loads a bundle made by yggc and answers with it, exactly as its verifier alone would.
 
-from yggrt.bundle import check_bundle, load
-from yggrt.engine import Engine, GenerationResult, GenerationStats, Stream
-from yggrt.errors import YggError
+What it offers is imported on first use, so that `yggrt --help` does not wait for torch.
+"""
+
+import ctypes.util
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from yggrt.bundle import check_bundle, load
+    from yggrt.engine import Engine, GenerationResult, GenerationStats, Stream
+    from yggrt.errors import YggError
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "GenerationResult", "GenerationStats", "Stream", "YggError", "check_bundle", "load", "__version__"]
+__all__ = ["Engine", "GenerationResult", "GenerationStats", "Stream", "YggError", "__version__", "check_bundle", "load"]
+
+_HOMES = {
+    "check_bundle": "yggrt.bundle",
+    "load": "yggrt.bundle",
+    "Engine": "yggrt.engine",
+    "GenerationResult": "yggrt.engine",
+    "GenerationStats": "yggrt.engine",
+    "Stream": "yggrt.engine",
+    "YggError": "yggrt.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'yggrt' has no attribute {name!r}")
+    import_torch_without_processes()
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def import_torch_without_processes() -> None:
+    """Import torch, where nobody has yet, with `ctypes.util.find_library` finding nothing.
+
+    The CUDA bindings that CUDA builds of torch import ask it for libdl, and it runs ldconfig, gcc and ld to find out;
+    told nothing, they take libdl.so.2. A runtime that answers on a CPU starts no process.
+    """
+    if "torch" in sys.modules:
+        return
+    find_library = ctypes.util.find_library
+    ctypes.util.find_library = lambda name: None
+    try:
+        import torch  # noqa: F401
+    finally:
+        ctypes.util.find_library = find_library

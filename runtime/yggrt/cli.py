@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from yggrt import import_torch_without_processes
+from yggrt.errors import YggError
+
 
 def make_parser() -> argparse.ArgumentParser:
     """All commands and flags."""
@@ -53,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = make_parser().parse_args(arguments)
-    from yggrt.errors import YggError  # after parsing: --help should not wait for torch
+    import_torch_without_processes()  # after parsing: --help should not wait for it
 
     try:
         code: int = options.handler(options)

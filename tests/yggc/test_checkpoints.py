@@ -179,13 +179,13 @@ def test_loading_is_silent_and_leaves_settings_alone(original: Path, capfd: pyte
     assert (output.out, output.err) == ("", "")
 
 
-# field: 15
+@pytest.mark.field(15)
 def test_a_missing_head_that_is_not_tied_is_named(folder: Path) -> None:
     resave(folder, lm_head__weight=None)
     assert "lacks tensor lm_head.weight (tie_word_embeddings is false" in refusal(folder, load=True)
 
 
-# field: 15
+@pytest.mark.field(15)
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     model = load_model(open_checkpoint(str(write_llama(tmp_path / "t", 3, tie_word_embeddings=True))), torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -245,7 +245,7 @@ def test_a_shard_without_the_tensor_it_should_hold_is_named(sharded: Path) -> No
     assert f"lacks tensor {moved}" in refusal(sharded)
 
 
-# field: 34
+@pytest.mark.field(34)
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "a/../../outside.safetensors", "..\\x"])
 def test_an_index_that_leaves_the_folder_is_refused(sharded: Path, name: str) -> None:
     shutil.copy(next(sharded.glob("model-*.safetensors")), sharded.parent / "outside.safetensors")
@@ -253,7 +253,7 @@ def test_an_index_that_leaves_the_folder_is_refused(sharded: Path, name: str) ->
     assert "leaves the folder" in refusal(sharded)
 
 
-# field: 34
+@pytest.mark.field(34)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_link_that_leaves_a_plain_folder_is_refused(folder: Path, name: str) -> None:
     outside = folder.parent / name
@@ -262,7 +262,7 @@ def test_a_link_that_leaves_a_plain_folder_is_refused(folder: Path, name: str) -
     assert f"is a link to {outside}, outside the folder" in refusal(folder)
 
 
-# field: 34
+@pytest.mark.field(34)
 def test_a_link_within_the_folder_and_a_linked_folder_are_followed(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     (folder / "model.safetensors").symlink_to("weights.safetensors")
@@ -270,7 +270,7 @@ def test_a_link_within_the_folder_and_a_linked_folder_are_followed(folder: Path,
     load_model(open_checkpoint(str(tmp_path / "alias")), torch.float32)
 
 
-# field: 37
+@pytest.mark.field(37)
 def test_pickled_weights_are_refused_unopened(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     trap = folder / "ran"
@@ -294,8 +294,24 @@ def test_quantised_weights_are_refused(folder: Path) -> None:
 
 
 def test_what_is_not_there_gets_a_line(tmp_path: Path) -> None:
-    for source in (str(tmp_path / "absent"), "./absent", "one/two/three", "absent.gguf", "~/absent-model"):
+    for source in (
+        str(tmp_path / "absent"),
+        "./absent",
+        "one/two/three",
+        "absent.gguf",
+        "~/absent-model",
+        "~nobody-x/m",
+    ):
         assert f"{source} does not exist; accepted: a folder" in refusal(source)
+    assert "an empty path does not exist" in refusal("")
+
+
+def test_what_may_not_be_read_gets_a_line(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)
+    assert refusal(original).endswith("tiny-llama cannot be read: Permission denied.")
 
 
 def test_other_files_and_folders_get_a_line(folder: Path, tmp_path: Path) -> None:
@@ -384,6 +400,8 @@ REFUSED_KINDS = {
     "falcon_mamba": "cannot be rewound",
     "qwen3_next": "cannot be rewound",
     "lfm2": "cannot be rewound",
+    "gemma4": "text-only language models",
+    "fuyu": "several models",
     "minimax": "cannot be rewound",
     "granitemoehybrid": "cannot be rewound",
     "llama4_text": "chunked_attention",
@@ -485,7 +503,7 @@ def hub_cache(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return snapshot
 
 
-# field: 34
+@pytest.mark.field(34)
 def test_a_hub_id_loads_from_the_cache_offline(hub_cache: Path, original: Path) -> None:
     checkpoint = open_checkpoint("someone/tiny")
     assert (checkpoint.path, checkpoint.name, checkpoint.kind) == (hub_cache, "tiny", "folder")
@@ -494,7 +512,7 @@ def test_a_hub_id_loads_from_the_cache_offline(hub_cache: Path, original: Path) 
     assert torch.equal(load_model(checkpoint, torch.float32)(ids).logits, make_llama(0)(ids).logits)
 
 
-# field: 34
+@pytest.mark.field(34)
 def test_a_snapshot_that_links_out_of_its_cache_is_refused(hub_cache: Path, original: Path) -> None:
     (hub_cache / "model.safetensors").unlink()
     (hub_cache / "model.safetensors").symlink_to(original / "model.safetensors")

@@ -66,7 +66,7 @@ def test_a_pair_that_fits_is_described(pair: tuple[Path, Path]) -> None:
     assert spec.verifier.num_parameters == make_llama(2).num_parameters()
 
 
-# field: 13
+@pytest.mark.field(13)
 def test_logits_padded_to_other_sizes_are_a_pair(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     padded = (
@@ -78,7 +78,7 @@ def test_logits_padded_to_other_sizes_are_a_pair(tmp_path: Path) -> None:
     assert spec.notices == ()
 
 
-# field: 13
+@pytest.mark.field(13)
 def test_a_gguf_verifier_and_a_folder_are_a_pair(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     verifier = write_gguf(tmp_path / "v.gguf", make_llama(2, vocab_size=320), tokenizer)
@@ -86,7 +86,7 @@ def test_a_gguf_verifier_and_a_folder_are_a_pair(tmp_path: Path) -> None:
     assert (spec.vocab_size, spec.verifier.padded_vocab_size, spec.notices) == (300, 320, ())
 
 
-# field: 14
+@pytest.mark.field(14)
 def test_swapped_tokens_are_refused_naming_the_first(pair: tuple[Path, Path]) -> None:
     content = json.loads((pair[0] / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
@@ -97,7 +97,7 @@ def test_swapped_tokens_are_refused_naming_the_first(pair: tuple[Path, Path]) ->
     assert f"differ at id {first}: 'w' in the drafter, 'x' in the verifier" in refusal((pair[1], pair[0]))
 
 
-# field: 14
+@pytest.mark.field(14)
 @pytest.mark.parametrize("special", [True, False])
 def test_one_more_token_is_refused(tmp_path: Path, special: bool) -> None:
     longer = make_tokenizer()
@@ -109,7 +109,7 @@ def test_one_more_token_is_refused(tmp_path: Path, special: bool) -> None:
     assert "differ at id 300: no token in the drafter, '<extra>' in the verifier (300 and 301 tokens)" in message
 
 
-# field: 14
+@pytest.mark.field(14)
 def test_other_merges_are_refused_naming_the_first(pair: tuple[Path, Path]) -> None:
     merges = json.loads(make_tokenizer().to_str())["model"]["merges"]
     retokenize(pair[0], with_model(make_tokenizer(), merges=merges[:10] + merges[11:]))
@@ -149,14 +149,14 @@ def test_text_cut_otherwise_is_a_notice(pair: tuple[Path, Path], change: str) ->
     assert "probe texts otherwise than the verifier's" in notice
 
 
-# field: 16
+@pytest.mark.field(16)
 def test_a_drafter_with_a_shorter_context_is_a_notice(tmp_path: Path) -> None:
     (notice,) = look_at(write_pair(tmp_path, max_position_embeddings=64)).notices
     assert "drafter's context is 64 positions, the verifier's 128" in notice
     assert look_at(write_pair(tmp_path / "longer", max_position_embeddings=256)).notices == ()
 
 
-# field: 18
+@pytest.mark.field(18)
 def test_other_sizes_of_everything_else_are_a_pair(tmp_path: Path) -> None:
     changes = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
     assert look_at(write_pair(tmp_path, **changes)).notices == ()
@@ -213,7 +213,7 @@ def room_of_tools() -> int:
     return inspect.MEMORY_OF_TOOLS
 
 
-# field: 39
+@pytest.mark.field(39)
 def test_too_little_memory_is_refused_with_both_numbers(
     spec: PairSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +224,7 @@ def test_too_little_memory_is_refused_with_both_numbers(
     preflight(spec, "float32", tmp_path, tmp_path)
 
 
-# field: 39
+@pytest.mark.field(39)
 def test_both_models_are_counted(spec: PairSpec, tmp_path: Path) -> None:
     rooms = preflight(spec, "float32", tmp_path, tmp_path)
     weights = 4 * (spec.drafter.num_parameters + spec.verifier.num_parameters)

@@ -1,0 +1,26 @@
+# Two commands: `make demo` builds the demo pair and answers with it; `make test` runs every check.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test setup clean
+
+demo: setup
+	@$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy runtime/yggrt yggc
+	$(BIN)/pytest
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml runtime/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
+	@echo "Setting up .venv: torch and the rest are about 6 GB, this takes a few minutes the first time."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --disable-pip-version-check -q -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info runtime/*.egg-info .pytest_cache .mypy_cache .ruff_cache demo.bundle

@@ -1,0 +1,84 @@
+"""The step modules: growth against a brute-force oracle, exact top-k, the acceptance table, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests import oracle, toy
+from yggc.export import draft_pass
+from yggc.graphs import CHILD_BLOCK, best_children, log_acceptance
+from yggrt.artifacts import LOG_Q_MIN
+from yggrt.plan import AcceptanceTable, identity_table
+from yggrt.tree import TreeShape
+
+
+@pytest.mark.parametrize("shape", [TreeShape(8, 4, 16), TreeShape(3, 5, 16), TreeShape(1, 4, 5), TreeShape(12, 2, 9)])
+@pytest.mark.parametrize("kind", ["always", "never"])
+def test_growth_equals_the_oracle_over_the_whole_pool(verifier, shape, kind):
+    drafter = toy.make_drafter(kind, verifier)
+    decoder = toy.make_engine(drafter, verifier, shape).decoder
+    prompt = [7, 30, 12, 55, 9, 41]
+    decoder.prefill(prompt)
+    tree = decoder.draft_tree(prompt, shape)
+    num_children = decoder.draft.limits.num_children
+
+    def children(path: tuple[int, ...]) -> list[tuple[int, float]]:
+        with torch.no_grad():
+            logits = drafter(torch.tensor([[*prompt, *path]]), use_cache=False).logits[0, -1]
+        best = torch.topk(torch.log_softmax(logits, -1), num_children)
+        return list(zip(best.indices.tolist(), best.values.clamp(min=LOG_Q_MIN).tolist(), strict=True))
+
+    tokens, parents, values = oracle.grow(children, shape.draft_width, shape.draft_depth, num_children)
+    assert tree.tokens.tolist()[1:] == tokens[1:]
+    assert tree.parents.tolist() == parents
+    assert tree.values.tolist() == pytest.approx(values, abs=1e-3)
+    assert tree.depths.tolist() == [len(oracle.ancestors(parents, node)) - 1 for node in range(len(parents))]
+
+
+@pytest.mark.parametrize("vocab_size", [64, 8 * CHILD_BLOCK, 8 * CHILD_BLOCK + 1, 5000])
+def test_two_step_top_k_is_exact(vocab_size):
+    torch.manual_seed(vocab_size)
+    logits = torch.randn(5, vocab_size) * 4
+    logits[1, -1] = 50.0  # the last, padded block
+    logits[2, : 2 * CHILD_BLOCK] += 30.0  # several of the best in one block
+    tokens, log_q = best_children(logits, 8)
+    expected = torch.log_softmax(logits, -1).topk(8)
+    assert tokens.tolist() == expected.indices.tolist()
+    torch.testing.assert_close(log_q, expected.values)
+
+
+def test_the_identity_table_gives_back_q():
+    table = identity_table(4)
+    log_q = torch.tensor([[-0.5, -1.5, -3.0, -20.0], [-1.5, -1.6, -1.7, -1.8]])
+    found = log_acceptance(log_q, torch.tensor(table.log_a).view(4, -1))
+    torch.testing.assert_close(found, log_q.clamp(min=LOG_Q_MIN))
+
+
+def test_the_table_is_interpolated_by_rank_and_siblings_sum_to_at_most_one():
+    rows = [[-4.0, -1.0, -0.2], [-5.0, -2.0, -0.4], [-6.0, -3.0, -0.8]]
+    table = AcceptanceTable(3, 3, LOG_Q_MIN, tuple(value for row in rows for value in row))
+    low = torch.tensor([[-2.0, -5.0, -8.0]])
+    found = log_acceptance(low, torch.tensor(rows))[0].tolist()
+    assert found == pytest.approx([table.log_acceptance(rank, value) for rank, value in enumerate(low[0].tolist())])
+    high = log_acceptance(torch.tensor([[-0.01, -0.01, -0.01]]), torch.tensor(rows))
+    assert math.isclose(high.exp().sum().item(), 1.0, rel_tol=1e-5)
+
+
+def test_the_vocabulary_beyond_the_tokenizer_is_never_drafted(verifier):
+    shape = TreeShape(8, 4, 16)
+    engine = toy.make_engine(verifier, verifier, shape, vocab_size=40)
+    engine.decoder.prefill([3, 4, 5])
+    assert int(engine.decoder.draft_tree([3, 4, 5], shape).tokens.max()) < 40
+
+
+def test_a_model_without_the_attention_interface_is_refused():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    from yggrt.errors import CheckpointError
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)).eval()
+    with pytest.raises((CheckpointError, ValueError)):
+        draft_pass(model, 64, toy.make_limits(TreeShape(2, 2, 3)))
