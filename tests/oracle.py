@@ -36,9 +36,7 @@ def accept(tokens: list[int], parents: list[int], choices: list[int]) -> tuple[l
     path: list[int] = []
     at = 0
     while True:
-        child = next(
-            (row for row in range(1, len(tokens)) if parents[row] == at and tokens[row] == choices[at]), None
-        )
+        child = next((row for row in range(1, len(tokens)) if parents[row] == at and tokens[row] == choices[at]), None)
         if child is None:
             return path, choices[at]
         path.append(child)

@@ -6,6 +6,7 @@ through eager steps here, through compiled artifacts in test_lossless_compiled.
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -111,9 +112,7 @@ def test_stop_strings_cut_the_same_text_wherever_they_fall(kind):
 
 def test_prompts_up_to_the_context_limit(verifier):
     context = 40
-    engine = toy.make_engine(
-        toy.make_drafter("always", verifier), verifier, TreeShape(8, 4, 16), max_context=context
-    )
+    engine = toy.make_engine(toy.make_drafter("always", verifier), verifier, TreeShape(8, 4, 16), max_context=context)
     for length in (1, 2, 3, 34, 37, 38, 39):
         prompt = prompt_of(length)
         found = engine.generate(prompt, max_new_tokens=100)
@@ -126,9 +125,7 @@ def test_prompts_up_to_the_context_limit(verifier):
 
 @pytest.mark.field(16)
 def test_past_the_drafters_context_it_decodes_plainly_and_says_so(verifier):
-    engine = toy.make_engine(
-        toy.make_drafter("always", verifier), verifier, TreeShape(8, 4, 16), drafter_context=20
-    )
+    engine = toy.make_engine(toy.make_drafter("always", verifier), verifier, TreeShape(8, 4, 16), drafter_context=20)
     prompt = prompt_of(10)
     found = engine.generate(prompt, max_new_tokens=40)
     assert list(found.token_ids) == toy.hf_greedy(verifier, prompt, 40)
@@ -146,9 +143,7 @@ def test_plain_decoding_is_the_same_at_every_width(verifier, plain_width):
 @pytest.mark.field(5)
 def test_a_drafter_that_is_the_verifier_is_always_accepted(verifier):
     shape = TreeShape(1, 4, 5)
-    engine = toy.make_engine(
-        toy.make_drafter("always", verifier), verifier, shape, max_context=512, children=1
-    )
+    engine = toy.make_engine(toy.make_drafter("always", verifier), verifier, shape, max_context=512, children=1)
     found = engine.generate(prompt_of(5), max_new_tokens=401)
     assert list(found.token_ids) == toy.hf_greedy(verifier, prompt_of(5), 401)
     assert found.stats.acceptance_histogram == (0, 0, 0, 0, 0, 80)
@@ -177,7 +172,10 @@ def test_after_every_iteration_both_caches_equal_a_fresh_prefill(verifier, shape
         fresh.reset()
         fresh.prefill(tokens)
         fresh.prefill_drafter([*tokens, 0, 0])
-        for mine, theirs in ((decoder.verifier_cache, fresh.verifier_cache), (decoder.drafter_cache, fresh.drafter_cache)):
+        for mine, theirs in (
+            (decoder.verifier_cache, fresh.verifier_cache),
+            (decoder.drafter_cache, fresh.drafter_cache),
+        ):
             last = mine.num_committed + 1
             for buffer, expected in zip(mine.buffers, theirs.buffers, strict=True):
                 torch.testing.assert_close(buffer[:, 1:last], expected[:, 1:last], rtol=1e-4, atol=1e-5)
@@ -210,3 +208,18 @@ def test_a_self_drafter_with_a_sliding_window_is_always_accepted():
     model = MistralForCausalLM(config).eval()
     engine = toy.make_engine(model, model, TreeShape(1, 4, 5), children=1)
     assert engine.generate(prompt_of(12), max_new_tokens=101).stats.acceptance_length == 5.0
+
+
+@pytest.mark.field(8, 17)
+@pytest.mark.parametrize("kind", ["always", "never"])
+def test_bfloat16_differs_from_plain_only_at_a_near_tie(verifier, kind):
+    from yggrt.bench import NEAR_TIE, Pair, first_difference
+
+    model = copy.deepcopy(verifier).bfloat16()
+    engine = toy.make_engine(toy.make_drafter(kind, verifier).bfloat16(), model, TreeShape(8, 4, 16))
+    for seed in range(4):
+        prompt = prompt_of(9, seed)
+        plain = engine.generate(prompt, max_new_tokens=40, plain=True)
+        pair = Pair("toy", plain, engine.generate(prompt, max_new_tokens=40))
+        difference = first_difference(seed, pair, NEAR_TIE["bfloat16"])
+        assert difference is None or difference.allowed, difference

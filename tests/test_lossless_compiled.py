@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import yggrt
+from yggc.export import eager_run, verify_step
 from yggrt.artifacts import MASK_VALUE
 from yggrt.errors import ArtifactError, YggError
+from yggrt.kvcache import KvCache
 from yggrt.tree import TreeShape
 
 
@@ -86,11 +88,10 @@ def test_compiled_caches_equal_a_fresh_prefill(engine):
 @pytest.mark.field(21)
 @pytest.mark.parametrize("width, extent", [(1, 1), (1, 64), (3, 37), (7, 128), (13, 66), (100, 129)])
 def test_widths_and_extents_never_traced_match_eager(engine, model, width, extent):
-    from yggc.export import verify_step
-    from yggrt.kvcache import KvCache
-
     limits = engine.decoder.verify.limits
-    step = verify_step(AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval(), 300, limits)
+    step = verify_step(
+        AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval(), 300, limits
+    )
     torch.manual_seed(width)
     caches = [KvCache(step.layouts, limits, torch.float32) for _ in range(2)]
     for buffer, other in zip(caches[0].buffers, caches[1].buffers, strict=True):
@@ -101,8 +102,6 @@ def test_widths_and_extents_never_traced_match_eager(engine, model, width, exten
     mask = torch.where(torch.rand(width, extent) < 0.5, 0.0, MASK_VALUE)
     mask[:, 0] = 0.0
     moves = torch.tensor([3, 0, 2, 1][: limits.max_moves]), torch.tensor([1, 0, 0, 2][: limits.max_moves])
-    from yggc.export import eager_run
-
     flat = [tokens, torch.arange(width), slots, mask, *moves]
     expected = eager_run(step)([*flat, *caches[0].buffers])
     decoder = engine.decoder
@@ -221,7 +220,9 @@ def test_prompts_that_cannot_be_served_are_refused_alike(engine):
             engine.generate([5] * 4000, plain=plain)
         with pytest.raises(ValueError, match="max_new_tokens"):
             engine.generate([5], max_new_tokens=-1, plain=plain)
-    assert engine.generate(" ", max_new_tokens=5).token_ids == engine.generate(" ", max_new_tokens=5, plain=True).token_ids
+    assert (
+        engine.generate(" ", max_new_tokens=5).token_ids == engine.generate(" ", max_new_tokens=5, plain=True).token_ids
+    )
 
 
 def test_toy_drafter_is_accepted_sometimes(engine):

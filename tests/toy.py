@@ -103,7 +103,9 @@ def make_engine(
     return Engine(decoder, shape, codec, frozenset(eos_ids), vocab_size, drafter_context, torch.get_num_threads())
 
 
-def hf_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eos_ids: tuple[int, ...] = ()) -> list[int]:
+def hf_greedy(
+    model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eos_ids: tuple[int, ...] = ()
+) -> list[int]:
     """What transformers' own greedy search says."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("sdpa")

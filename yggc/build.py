@@ -25,7 +25,15 @@ from yggc.profile import PLAIN_WIDTHS, PROFILE_EXTENT, time_verify
 from yggc.progress import Progress
 from yggc.stage_cache import StageCache, cache_folder, place_folder
 from yggrt import artifacts
-from yggrt.artifacts import STEP_ABI_VERSION, LayerLayout, Step, StepLimits, attention_windows, load_package, verify_inputs
+from yggrt.artifacts import (
+    STEP_ABI_VERSION,
+    LayerLayout,
+    Step,
+    StepLimits,
+    attention_windows,
+    load_package,
+    verify_inputs,
+)
 from yggrt.bundle import TOKENIZER_FILE
 from yggrt.errors import BuildError
 from yggrt.executor import PREFILL_WIDTH
@@ -312,7 +320,7 @@ def _emit(
         raise BuildError(f"the bundle cannot be written to {output}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return sum(entry.num_bytes for entry in (*manifest.artifacts, *manifest.files))
+    return sum(entry.num_bytes for entry in manifest.artifacts) + sum(entry.num_bytes for entry in manifest.files)
 
 
 def _place_artifact(folder: Path, step: CompiledStep) -> Artifact:

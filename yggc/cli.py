@@ -1,4 +1,4 @@
-"""The command `yggc`: build a bundle, inspect a pair, show a bundle, clean the cache. Errors are one line and exit 1."""
+"""The command `yggc`: build, inspect, show and clean. Errors are one line and exit 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_parser() -> argparse.ArgumentParser:
     """All commands and flags."""
     parser = argparse.ArgumentParser(
         prog="yggc",
-        description="Compile a drafter and a verifier into a bundle that answers faster and says exactly what the verifier would.",
+        description="Compile a drafter and a verifier into a bundle that says what the verifier would, only faster.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     build.add_argument("-o", "--output", type=Path, metavar="DIR", help="default ./<drafter>+<verifier>.bundle")
     build.add_argument("--target", default="cpu", help="cpu (the default)")
     build.add_argument("--dtype", default="bfloat16", help="bfloat16 (the default) or float32")
-    build.add_argument("--max-context", type=int, metavar="N", help="tokens a request may reach; default the verifier's, up to 8192")
+    build.add_argument("--max-context", type=int, metavar="N", help="default the verifier's, up to 8192")
     build.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; default all cores")
     build.set_defaults(handler=_build)
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"yggc: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nyggc: interrupted; nothing partial is left, and finished stages are kept for the next try", file=sys.stderr)
+        print("\nyggc: interrupted; nothing partial is left, finished stages are kept", file=sys.stderr)
         return 130
 
 

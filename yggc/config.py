@@ -27,7 +27,8 @@ class BuildOptions:
     drafter, verifier: folder, hub id or GGUF file.
     output:            bundle folder; None names it after the pair.
     dtype:             of weights, activations and KV cache.
-    max_context:       tokens a request may reach, prompt included; None takes the verifier's, up to DEFAULT_MAX_CONTEXT.
+    max_context:       tokens a request may reach, prompt included; None takes the verifier's, at most
+                       DEFAULT_MAX_CONTEXT.
     num_threads:       CPU threads the steps are compiled for.
     """
 

@@ -31,7 +31,6 @@ DRAFT_PASS_COST = 0.07  # the most a draft pass may take, of a verifier's step
 DRAFT_ROWS = 8  # tokens in a draft pass while its cost is measured
 SHAPES = ((1, 64), (1, 128), (2, 128), (2, 192), (2, 256), (2, 384), (3, 512), (4, 768), (4, 1024))  # layers, hidden
 SAVE_SECONDS = 40.0
-BLOCK_SECONDS = 45.0  # the most a block may take on the CPU, since it is what an interruption loses
 CUDA_LENGTHS = (768, 768, 768, 768, 2048, 2048)
 CUDA_ROWS = 4096
 PROMPTS_PER_ROW = 4
@@ -238,6 +237,8 @@ class _Run:
         """All blocks of the run: those that lie there are read, the others are decoded."""
         blocks: list[Block] = []
         written = 0
+        # a CUDA block takes less than a minute and its cache is large: it is made again
+        unfinished = None if self._device.type == "cuda" else self._folder / "unfinished.safetensors"
         with ThreadPoolExecutor(max_workers=1) as drawer:  # the next block's prompts are drawn during this one
             table = None
             while not self._enough(len(blocks), written):
@@ -249,7 +250,9 @@ class _Run:
                     began = time.monotonic()
                     drawn = (table or drawer.submit(self._draw, index)).result()
                     table = drawer.submit(self._draw, index + 1)
-                    block = self._decoder(*self._shape(index)).decode(drawn, self._options.seed * 100_003 + index)
+                    block = self._decoder(*self._shape(index)).decode(
+                        drawn, self._options.seed * 100_003 + index, unfinished, SAVE_SECONDS
+                    )
                     block.save(path)
                     self._state = self._save_state(self._state)
                     self._say(self._text_line(index, written, block, time.monotonic() - began))
@@ -419,7 +422,7 @@ def products_seconds(shapes: list[tuple[int, int]], dtype: torch.dtype, device: 
 def choose_block_shapes(
     options: DistillOptions, checkpoint: Checkpoint, verifier: PreTrainedModel
 ) -> tuple[tuple[int, int], ...]:
-    """(rows, length) of the blocks, taken in turn: on CUDA what its memory holds, on the CPU what its speed allows."""
+    """(rows, length) of the blocks, taken in turn: on CUDA as many rows as its memory holds."""
     config = verifier.config.get_text_config()
     context = min(checkpoint.context, getattr(config, "sliding_window", None) or checkpoint.context)
     if context < 64:
@@ -434,10 +437,7 @@ def choose_block_shapes(
         lengths = dict.fromkeys(min(context, length) for length in CUDA_LENGTHS)
         shapes = {length: (max(8, min(CUDA_ROWS, int(slots / length)) // 8 * 8), length) for length in lengths}
         return tuple(shapes[min(context, length)] for length in CUDA_LENGTHS)
-    step = products_seconds([tuple(weight.shape) for weight in _matrices(verifier)], verifier.dtype, verifier.device)
-    length = min(context, CPU_LENGTH, max(64, int(BLOCK_SECONDS / (3 * step)) // 64 * 64))  # attention and the rest: 3
-    rows = CPU_ROWS if length == CPU_LENGTH else CPU_ROWS // 2
-    return ((rows, length),)
+    return ((CPU_ROWS, min(context, CPU_LENGTH)),)
 
 
 def special_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -283,17 +284,21 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.rows, self.length, self.extent = rows, length, length
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def buffers(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's K and V, [rows, groups, length, D], made when first asked for."""
+        if layer not in self.pairs:
+            self.pairs[layer] = tuple(
+                states.new_zeros(self.rows, states.shape[1], self.length, states.shape[3])
+                for states in (keys, values)
+            )
+        return self.pairs[layer]
 
     def update(self, key_states, value_states, layer_idx, *_, **__):
-        if layer_idx not in self._pairs:
-            self._pairs[layer_idx] = tuple(
-                states.new_zeros(self.rows, states.shape[1], self.length, states.shape[3])
-                for states in (key_states, value_states)
-            )
-        for buffer, states in zip(self._pairs[layer_idx], (key_states, value_states), strict=True):
-            buffer.index_copy_(2, self.slot, states)
-        keys, values = self._pairs[layer_idx]
+        keys, values = self.buffers(layer_idx, key_states, value_states)
+        keys.index_copy_(2, self.slot, key_states)
+        values.index_copy_(2, self.slot, value_states)
         return keys[:, :, : self.extent], values[:, :, : self.extent]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -333,22 +338,71 @@ class Decoder:
         self._num_prompts = 0
 
     @torch.inference_mode()
-    def decode(self, table: PromptTable, seed: int) -> Block:
-        """Returns a block of conversations that begin with the table's prompts, row r taking r, r + rows, ..."""
+    def decode(self, table: PromptTable, seed: int, unfinished: Path | None = None, save_seconds: float = 0.0) -> Block:
+        """Returns a block of conversations that begin with the table's prompts, row r taking r, r + rows, ...
+
+        unfinished: where the block is kept every `save_seconds` while it is made, and gone on with from there.
+        """
         device = self._noise.device
         self._load_table(table)
         generator = torch.Generator(device).manual_seed(seed)
-        self._cache.slot.zero_()
-        first = torch.arange(self.rows, device=device) % self._num_prompts
-        rules = self._table.rules[first]
-        start = {"source": first, "number": first, "token": self._table.tokens[first, 0], "role": rules[:, 0],
-                 "minimum": rules[:, 1], "maximum": rules[:, 2], "turns": rules[:, 3]}
-        for name, tensor in self._state.items():
-            tensor.copy_(start[name]) if name in start else tensor.fill_(name == "cursor")
-        for slot in range(self.length):
+        begin = self._restore(unfinished, seed, generator) if unfinished and unfinished.exists() else 0
+        if not begin:
+            self._begin()
+        saved = time.monotonic()
+        for slot in range(begin, self.length):
             self._noise.exponential_(generator=generator).log_().neg_()
             self._step(min(self.length, (slot // EXTENT_STEP + 1) * EXTENT_STEP))
+            if unfinished and time.monotonic() - saved > save_seconds:
+                self._save(unfinished, slot + 1, seed, generator)
+                saved = time.monotonic()
         return Block(*(getattr(self._block, field.name).transpose(0, 1).contiguous() for field in fields(Block)))
+
+    def _begin(self) -> None:
+        """Every row at the first token of its first prompt."""
+        first = torch.arange(self.rows, device=self._noise.device) % self._num_prompts
+        rules = self._table.rules[first]
+        start = {
+            "source": first,
+            "number": first,
+            "token": self._table.tokens[first, 0],
+            "role": rules[:, 0],
+            "minimum": rules[:, 1],
+            "maximum": rules[:, 2],
+            "turns": rules[:, 3],
+        }
+        for name, tensor in self._state.items():
+            tensor.copy_(start[name]) if name in start else tensor.fill_(name == "cursor")
+        self._cache.slot.zero_()
+
+    def _save(self, path: Path, done: int, seed: int, generator: torch.Generator) -> None:
+        """Write the first `done` slots and all that the next one needs, beside their place, then rename."""
+        tensors = {f"state.{name}": tensor for name, tensor in self._state.items()}
+        tensors |= {f"block.{field.name}": getattr(self._block, field.name)[:done] for field in fields(Block)}
+        for layer, pair in self._cache.pairs.items():
+            tensors |= {f"cache.{layer}.{part}": buffer[:, :, :done] for part, buffer in enumerate(pair)}
+        tensors |= {"seed": torch.tensor(seed), "done": torch.tensor(done), "generator": generator.get_state()}
+        beside = path.with_suffix(".part")
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, beside)
+        beside.replace(path)
+
+    def _restore(self, path: Path, seed: int, generator: torch.Generator) -> int:
+        """Go on from `_save`; returns the slots that are done, 0 if they are another block's."""
+        tensors = load_file(path, device=str(self._noise.device))
+        done = int(tensors["done"])
+        if int(tensors["seed"]) != seed:
+            return 0
+        for name, tensor in self._state.items():
+            tensor.copy_(tensors[f"state.{name}"])
+        for field in fields(Block):
+            getattr(self._block, field.name)[:done] = tensors[f"block.{field.name}"]
+        for layer in range(sum(name.startswith("cache.") for name in tensors) // 2):
+            pair = tensors[f"cache.{layer}.0"], tensors[f"cache.{layer}.1"]
+            for buffer, saved in zip(self._cache.buffers(layer, *pair), pair, strict=True):
+                buffer[:, :, :done] = saved
+        generator.set_state(tensors["generator"].cpu())
+        self._cache.slot.fill_(done)
+        return done
 
     def _load_table(self, table: PromptTable) -> None:
         """Copy the prompts into buffers that keep their place, since graphs remember places."""

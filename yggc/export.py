@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from yggc.graphs import DraftPass, VerifyStep, layer_layouts
 from yggrt.artifacts import (
     MASK_VALUE,
     LayerLayout,
+    RunStep,
     StepLimits,
     TensorSpec,
     attention_windows,
@@ -87,12 +90,13 @@ def allocate_kv(layouts: tuple[LayerLayout, ...], kv_rows: int, dtype: torch.dty
     )
 
 
-def nest_inputs(step: StepModule, flat: list[Tensor], kv_buffers: tuple[Tensor, ...]) -> tuple:
+def nest_inputs(step: StepModule, flat: Sequence[Any], kv_buffers: Sequence[Any]) -> tuple[Any, ...]:
     """Flat ABI inputs as the module's arguments: the masks of `verify` are one tuple, the KV buffers another."""
     masks = [index for index, spec in enumerate(step.inputs) if spec.name.startswith("mask.")]
     if not masks:
-        return (*flat, kv_buffers)
-    return (*flat[: masks[0]], tuple(flat[masks[0] : masks[-1] + 1]), *flat[masks[-1] + 1 :], kv_buffers)
+        return (*flat, tuple(kv_buffers))
+    first, last = masks[0], masks[-1] + 1
+    return (*flat[:first], tuple(flat[first:last]), *flat[last:], tuple(kv_buffers))
 
 
 def export_step(step: StepModule) -> ExportedProgram:
@@ -107,7 +111,7 @@ def export_step(step: StepModule) -> ExportedProgram:
     ]
     kv_buffers = allocate_kv(step.layouts, limits.kv_rows, step.dtype)
     arguments = nest_inputs(step, example_inputs(step, sizes), kv_buffers)
-    shapes = nest_inputs(step, flat_dims, tuple(None for _ in kv_buffers))  # type: ignore[arg-type]
+    shapes = nest_inputs(step, flat_dims, (None,) * len(kv_buffers))
     with torch.no_grad():
         return torch.export.export(step.module, arguments, dynamic_shapes=shapes, strict=False)
 
@@ -157,7 +161,7 @@ def first_error_line(text: str) -> str:
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no output")
 
 
-def eager_run(step: StepModule):
+def eager_run(step: StepModule) -> RunStep:
     """A step's module as the runtime calls an artifact: flat inputs, KV buffers last and changed in place."""
     count = len(step.inputs)
 

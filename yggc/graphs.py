@@ -21,7 +21,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-
 from yggrt.artifacts import LOG_Q_MIN, LayerLayout, attention_windows
 from yggrt.errors import CheckpointError
 
@@ -64,15 +63,15 @@ def step_attention(
     refused = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if refused:
         raise CheckpointError(
-            f"{type(module).__name__} asks for attention with {', '.join(refused)}; plain scaled-dot-product attention, "
-            "full or with a sliding window, is accepted"
+            f"{type(module).__name__} asks for attention with {', '.join(refused)}; plain scaled-dot-product "
+            "attention, full or with a sliding window, is accepted"
         )
     state = _active[-1]
     if isinstance(state, list):
         state.append(LayerLayout(key.shape[1], key.shape[3], value.shape[3], sliding_window))
         mask = None
     else:
-        layer = module.layer_idx
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
         state.visited.append(layer)
         key = _write_and_read(state.keys[layer], key, state)
         value = _write_and_read(state.values[layer], value, state)
@@ -86,7 +85,8 @@ def step_attention(
 def _write_and_read(buffer: Tensor, rows: Tensor, state: _StepState) -> Tensor:
     """Move and write KV rows in one scatter, then return the first S of them.
 
-    buffer: [kv_heads, kv_rows, head_dim], mutated; rows: [1, kv_heads, W, head_dim]. Returns [1, kv_heads, S, head_dim].
+    buffer: [kv_heads, kv_rows, head_dim], mutated; rows: [1, kv_heads, W, head_dim].
+    Returns [1, kv_heads, S, head_dim].
     """
     move_src, move_dst = state.moves
     targets = torch.cat((move_dst, state.slots))
@@ -243,9 +243,7 @@ class DraftPass(_CausalStep):
             )
             for window in self.windows
         )  # fmt: skip
-        logits, _ = self.run_model(
-            tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, rows=expand_rows
-        )
+        logits, _ = self.run_model(tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, rows=expand_rows)
         child_tokens, child_log_q = best_children(logits.float(), self.children_per_node)
         log_a = log_acceptance(child_log_q, acceptance_table)
         child_values = tree_values[expand_nodes][:, None] + log_a
@@ -333,7 +331,8 @@ def best_children(logits: Tensor, num_children: int) -> tuple[Tensor, Tensor]:
 def log_acceptance(log_q: Tensor, table: Tensor) -> Tensor:
     """Calibrated log a(rank, q) by linear interpolation on log q; siblings are scaled so that their a sum to at most 1.
 
-    log_q: float32[R, K], best first; table: float32[K, B], row k holds log a at B knots evenly spaced from LOG_Q_MIN to 0.
+    log_q: float32[R, K], best first; table: float32[K, B], row k holds log a at B knots, evenly spaced from LOG_Q_MIN
+    to 0.
     Returns float32[R, K].
     """
     last = table.shape[1] - 1

@@ -162,7 +162,7 @@ def draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
     )
 
 
-RunSteps = Callable[[list[Tensor]], list[Tensor]]
+RunStep = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Step:
@@ -171,7 +171,7 @@ class Step:
     run:     takes all tensors of the ABI, KV buffers last; a compiled artifact or, in tests, the module it came from.
     """
 
-    def __init__(self, role: str, run: RunSteps, inputs: tuple[TensorSpec, ...], limits: StepLimits) -> None:
+    def __init__(self, role: str, run: RunStep, inputs: tuple[TensorSpec, ...], limits: StepLimits) -> None:
         self.role = role
         self.inputs = inputs
         self.limits = limits
@@ -220,7 +220,7 @@ class Step:
         )
 
 
-def load_package(path: Path, device_index: int = -1) -> RunSteps:
+def load_package(path: Path, device_index: int = -1) -> RunStep:
     """Load one AOTInductor package whose file has already been checked against the manifest.
 
     device_index: CUDA device, -1 for the CPU.
@@ -232,6 +232,6 @@ def load_package(path: Path, device_index: int = -1) -> RunSteps:
         loader = loader_class(str(path), "model", False, 1, device_index)
     except Exception as error:  # the loader raises RuntimeError subclasses and std::exception translations alike
         first_line = (str(error).splitlines() or ["no reason given"])[0]
-        raise ArtifactError(f"{path.name} cannot be loaded: {first_line}. Rebuild the bundle on this machine.") from None
-    run: RunSteps = loader.boxed_run
+        raise ArtifactError(f"{path.name} cannot be loaded: {first_line}. Rebuild the bundle here.") from None
+    run: RunStep = loader.boxed_run
     return run

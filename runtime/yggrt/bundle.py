@@ -107,10 +107,10 @@ def _make_decoder(bundle: Bundle) -> Decoder:
     manifest, plan = bundle.manifest, bundle.plan
     dtype = getattr(torch, manifest.dtype)
     verify, draft = _artifact(bundle, "verify"), _artifact(bundle, "draft")
-    windows = attention_windows(manifest.verifier.layers)
+    inputs = verify_inputs(attention_windows(manifest.verifier.layers), verify.limits, dtype)
     table = plan.acceptance_table
     return Decoder(
-        Step("verify", load_package(bundle.path / verify.file), verify_inputs(windows, verify.limits, dtype), verify.limits),
+        Step("verify", load_package(bundle.path / verify.file), inputs, verify.limits),
         Step("draft", load_package(bundle.path / draft.file), draft_inputs(draft.limits), draft.limits),
         KvCache(manifest.verifier.layers, verify.limits, dtype),
         KvCache(manifest.drafter.layers, draft.limits, dtype),

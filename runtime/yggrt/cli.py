@@ -17,18 +17,19 @@ from yggrt.errors import YggError
 def make_parser() -> argparse.ArgumentParser:
     """All commands and flags."""
     parser = argparse.ArgumentParser(
-        prog="yggrt", description="Answer with a bundle made by `yggc build`: faster than its verifier, and word for word the same."
+        prog="yggrt",
+        description="Answer with a bundle made by `yggc build`: faster than its verifier, and word for word the same.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="answer one prompt, streamed")
     run.add_argument("bundle", type=Path)
     run.add_argument("prompt", nargs="?", help="text; standard input where it is missing or -")
-    run.add_argument("--messages", type=Path, metavar="FILE", help='JSON list of {"role", "content"} instead of a prompt')
+    run.add_argument("--messages", type=Path, metavar="FILE", help='JSON list of {"role", "content"}')
     run.add_argument("--raw", action="store_true", help="no chat template: go on where the prompt ends")
     run.add_argument("--plain", action="store_true", help="the verifier alone, without the drafter")
     run.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default 512")
-    run.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    run.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     run.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     run.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
     run.set_defaults(handler=_run)
@@ -146,7 +147,8 @@ def _show(options: argparse.Namespace) -> int:
 
     bundle = read_bundle(options.bundle)
     if options.json:
-        print(json.dumps({"plan": asdict(bundle.plan), "manifest": asdict(bundle.manifest)}, ensure_ascii=False, indent=1))
+        content = {"plan": asdict(bundle.plan), "manifest": asdict(bundle.manifest)}
+        print(json.dumps(content, ensure_ascii=False, indent=1))
     else:
         print(describe(bundle))
     return 0

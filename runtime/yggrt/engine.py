@@ -216,12 +216,13 @@ class Engine:
     ) -> GenerationResult:
         """Answer a prompt greedily: exactly what the verifier alone would say.
 
-        prompt:     a text (through the chat template unless `raw`), a list of {"role", "content"} messages, or token ids.
+        prompt:     a text (through the chat template unless `raw`), {"role", "content"} messages, or token ids.
         stop:       strings that end the text; they are cut off.
         ignore_eos: go on after an end-of-sequence token.
         plain:      without the drafter.
         on_piece:   called with every piece of text as it comes.
-        Raises ValueError for a prompt or option that cannot be served, TextError where text needs what the bundle lacks.
+        Raises ValueError for a prompt or option that cannot be served, TextError where the bundle has no tokenizer or
+        chat template for it.
         """
         stream = self.stream(
             prompt, max_new_tokens=max_new_tokens, stop=stop, ignore_eos=ignore_eos, plain=plain, raw=raw
@@ -246,7 +247,8 @@ class Engine:
         raw: bool = False,
     ) -> Stream:
         """As `generate`, but gives the text piece by piece; `result` of the stream is set at its end."""
-        options = RequestOptions(max_new_tokens, (stop,) if isinstance(stop, str) else tuple(stop), ignore_eos, plain, raw)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        options = RequestOptions(max_new_tokens, stops, ignore_eos, plain, raw)
         prompt_ids = self.encode_prompt(prompt, raw)
         budget = min(options.max_new_tokens, self.max_context - len(prompt_ids))
         eos_ids = frozenset() if ignore_eos else self.eos_ids
@@ -258,7 +260,8 @@ class Engine:
     def encode_prompt(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt. Raises ValueError when it is empty, too long, or holds ids outside the vocabulary."""
         if isinstance(prompt, str):
-            ids = self._codec().encode(prompt) if raw else self._codec().encode_chat([{"role": "user", "content": prompt}])
+            codec = self._codec()
+            ids = codec.encode(prompt) if raw else codec.encode_chat([{"role": "user", "content": prompt}])
         elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
             ids = self._codec().encode_chat(list(prompt))  # type: ignore[arg-type]
         else:

@@ -110,7 +110,7 @@ class Decoder:
     # Verifier
 
     def prefill(self, tokens: Sequence[int]) -> Round:
-        """Run the prompt through the verifier. tokens: all committed tokens, at least one. Returns the token after it."""
+        """Run the prompt through the verifier. tokens: all committed ones, at least one. Returns the token after it."""
         started = perf_counter()
         cache = self.verifier_cache
         outputs: list[Tensor] = []
@@ -241,7 +241,7 @@ class Decoder:
     # One iteration
 
     def decode_speculative(self, tokens: Sequence[int], shape: TreeShape) -> Round:
-        """Draft a tree, verify its most valuable nodes, accept. tokens: all committed tokens, prefilled but the last."""
+        """Draft a tree, verify its most valuable nodes, accept. tokens: all committed ones, prefilled but the last."""
         num_tokens = len(tokens)
         tree = self.draft_tree(tokens, shape)
         started = perf_counter()
@@ -311,5 +311,3 @@ def fill_tree_mask(mask: Tensor, cut: VerifyCut, num_tokens: int, window: int | 
     mask[:, 1:num_tokens].masked_fill_(slot_positions >= lowest, 0.0)
     in_window = cut.depths[:, None] - cut.depths[None, :] < window
     tree.masked_fill_(cut.ancestors & in_window, 0.0)
-
-

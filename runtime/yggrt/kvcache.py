@@ -1,7 +1,7 @@
 """The KV buffers of one model, how many committed tokens they hold, and the moves still owed to them.
 
-Invariant: the row of committed position p is at slot p + 1 once the pending moves are applied; slot 0 is scratch. A move
-is applied by the next step that runs, which reads every moved row before it writes any.
+Invariant: the row of committed position p is at slot p + 1 once the pending moves are applied; slot 0 is scratch. A
+move is applied by the next step that runs, which reads every moved row before it writes any.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ class KvCache:
 
 
 def rows_needed(max_context: int, max_nodes: int) -> int:
-    """Rows of a KV buffer: scratch, the context, the largest tree, rounded to a bucket, and one more than any extent."""
+    """Rows of a KV buffer: scratch, the context and the largest tree, in buckets, and one more than any extent."""
     rows = 1 + max_context + max_nodes
     return -(-rows // EXTENT_BUCKET) * EXTENT_BUCKET + 1

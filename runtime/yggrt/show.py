@@ -31,7 +31,9 @@ def describe(bundle: Bundle) -> str:
         for point in plan.curves
     ]
     lines.append("files:")
-    lines += [f"  {entry.file:<16} {entry.num_bytes / 1e6:9.1f} MB  sha256 {entry.sha256[:16]}…" for entry in bundle.entries]
+    lines += [
+        f"  {file.file:<16} {file.num_bytes / 1e6:9.1f} MB  sha256 {file.sha256[:16]}…" for file in bundle.entries
+    ]
     return "\n".join(lines)
 
 

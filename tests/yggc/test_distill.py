@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,29 @@ def test_a_block_is_what_the_verifier_says(checkpoint, monkeypatch):
     assert {ROLE_GIVEN, ROLE_USER, ROLE_ANSWER} == set(block.roles.unique().tolist())
 
 
+def test_a_block_gone_on_with_equals_an_unbroken_one(checkpoint, tmp_path, monkeypatch):
+    table = PromptSource(checkpoint, None, 0).draw(0, 12, 0, 60)
+
+    def decoder() -> Decoder:
+        return Decoder(load_model(checkpoint, torch.float32), checkpoint.eos_ids, (0, 1, 2, 3), 4, 96)
+
+    whole = decoder().decode(table, 5)
+    broken = decoder()
+    step, slots = broken._step, iter(range(41))
+    monkeypatch.setattr(broken, "_step", lambda extent: (next(slots), step(extent)))
+    path = tmp_path / "unfinished.safetensors"
+    with pytest.raises(StopIteration):
+        broken.decode(table, 5, path)
+    assert int(load_file(path)["done"]) == 41
+    other = Path(shutil.copy(path, tmp_path / "other.safetensors"))
+    assert torch.equal(decoder().decode(table, 6, other).tokens, decoder().decode(table, 6).tokens)  # not its own file
+    again = decoder()
+    monkeypatch.setattr(again, "_begin", None)
+    again = again.decode(table, 5, path)
+    for field in fields(whole):
+        assert torch.equal(getattr(whole, field.name), getattr(again, field.name))
+
+
 def test_the_head_loss_equals_autograd(checkpoint):
     from yggc.distill_training import _head_terms, _HeadLoss
 
@@ -199,7 +223,7 @@ def test_a_run_gone_on_with_gives_the_weights_of_an_unbroken_one(options, monkey
         pass
 
     distill(options)
-    monkeypatch.setattr(distill_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(distill_module, "SAVE_SECONDS", 0.1)
     broken = replace(options, output=tmp_path / "again")
     stops = iter([3, 6, 11])
     calls = {"left": next(stops)}

@@ -1,0 +1,160 @@
+"""`yggc build`: what is kept, what is refused, and that nothing half-written stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import sleep
+
+import pytest
+
+from yggc import build as build_module
+from yggc import export
+from yggc.cli import main
+from yggc.config import BuildOptions
+from yggc.stage_cache import StageCache, place_folder
+from yggrt.errors import BuildError
+from yggrt.plan import read_manifest, read_plan
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def build_again(toy_bundle, output: Path, *more: str) -> int:
+    pair = ["--drafter", str(toy_bundle.drafter), "--verifier", str(toy_bundle.verifier)]
+    return main(["build", *pair, "-o", str(output), "--dtype", "float32", "--threads", "1", *more])
+
+
+@pytest.fixture
+def kept(toy_bundle, monkeypatch):
+    """The cache the toy bundle was built with."""
+    monkeypatch.setenv("YGG_CACHE", str(toy_bundle.cache))
+    return toy_bundle.cache
+
+
+def test_a_build_with_nothing_changed_keeps_every_stage(toy_bundle, kept, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(export, "compile_step", lambda *_: pytest.fail("compiled again"))
+    assert build_again(toy_bundle, tmp_path / "again.bundle") == 0
+    assert capsys.readouterr().err.count("kept from before") == 3
+    first, second = read_manifest(toy_bundle.path), read_manifest(tmp_path / "again.bundle")
+    assert first.artifacts == second.artifacts and first.text == second.text
+    assert read_plan(tmp_path / "again.bundle" / "plan.ygg").policy == read_plan(toy_bundle.path / "plan.ygg").policy
+
+
+def test_an_older_bundle_is_replaced_whole_and_anything_else_is_refused(toy_bundle, kept, tmp_path, capsys):
+    place = tmp_path / "place"
+    assert build_again(toy_bundle, place) == 0
+    (place / "stray").write_text("of the old bundle")
+    assert build_again(toy_bundle, place) == 0
+    assert not (place / "stray").exists()
+    other = tmp_path / "precious"
+    other.mkdir()
+    (other / "thesis.txt").write_text("irreplaceable")
+    assert build_again(toy_bundle, other) == 1
+    assert "is not a bundle; it will not be replaced" in capsys.readouterr().err
+    assert (other / "thesis.txt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["place", "precious"]
+
+
+def test_the_default_name_is_the_pair(toy_bundle, kept, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pair = ["--drafter", str(toy_bundle.drafter), "--verifier", str(toy_bundle.verifier)]
+    assert main(["build", *pair, "--dtype", "float32", "--threads", "1"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter+verifier.bundle"]
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--max-context", "9999"], "max-context 9999: the verifier's context of 512 is the most"),
+        (["--max-context", "3"], "max-context 3: at least 64"),
+        (["--dtype", "int8"], "dtype 'int8': bfloat16 or float32"),
+        (["--threads", "999"], "threads 999"),
+        (["--target", "tpu"], "target 'tpu'"),
+        (["-o", "/nonexistent/place"], "does not exist"),
+        (["--drafter", "/nonexistent/model"], "/nonexistent/model"),
+    ],
+)
+def test_bad_options_get_one_line(toy_bundle, kept, tmp_path, capsys, more, message):
+    assert build_again(toy_bundle, tmp_path / "b", *more) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("yggc:")]
+    assert len(lines) == 1 and message in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_compiler_is_said_in_one_line(toy_bundle, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("YGG_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert build_again(toy_bundle, tmp_path / "b") == 1
+    assert "no C++ compiler found" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_ctrl_c_leaves_nothing_partial(toy_bundle, tmp_path, monkeypatch, capsys):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("YGG_CACHE", str(cache))
+
+    def interrupted(_program, path: Path, *_rest) -> None:
+        path.write_bytes(b"half a package")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build_module.export, "compile_step", interrupted)
+    assert build_again(toy_bundle, tmp_path / "b") == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_killed_stage_is_absent_and_its_scratch_is_cleaned_up_later(tmp_path):
+    program = f"""
+import time
+from pathlib import Path
+from yggc.stage_cache import StageCache
+cache = StageCache(Path({str(tmp_path)!r}))
+def run(folder):
+    (folder / "half").write_text("half")
+    print("running", flush=True)
+    time.sleep(60)
+cache.fill(cache.entry("export", {{"a": 1}}), run)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}"}
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None and process.stdout.readline() == b"running\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert len(list(tmp_path.iterdir())) == 1
+    sleep(0.1)
+    cache = StageCache(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert not cache.has(cache.entry("export", {"a": 1}))
+
+
+def test_stages_of_other_inputs_have_other_entries(tmp_path):
+    cache = StageCache(tmp_path)
+    assert cache.entry("export", {"a": 1}) != cache.entry("export", {"a": 2})
+    assert cache.entry("export", {"a": 1, "b": 2}) == cache.entry("export", {"b": 2, "a": 1})
+    cache.fill(cache.entry("export", {"a": 1}), lambda folder: (folder / "x").touch())
+    assert cache.has(cache.entry("export", {"a": 1}))
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="set YGG_CACHE"):
+        StageCache(tmp_path / "file" / "cache")
+
+
+def test_placing_a_folder_replaces_the_old_one(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    place_folder(tmp_path / "new", tmp_path / "old")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["new"]
+
+
+def test_threads_default_to_all_cores():
+    assert BuildOptions("d", "v").threads == len(os.sched_getaffinity(0))

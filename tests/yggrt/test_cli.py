@@ -1,0 +1,109 @@
+"""The commands of yggrt on the toy bundle: what they print, and that bad input is one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+
+from yggrt.cli import main
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_run_prints_the_answer_and_what_it_took(toy_bundle, capsys):
+    code, out, err = run(capsys, "run", toy_bundle.path, "the world tree", "--max-new-tokens", 12)
+    assert code == 0 and out.endswith("\n")
+    assert "[speculative:" in err and "tokens/s" in err and "ended by" in err
+    assert run(capsys, "run", toy_bundle.path, "the world tree", "--max-new-tokens", 12, "--plain")[1] == out
+
+
+def test_run_json_holds_text_ids_and_stats(toy_bundle, capsys):
+    code, out, _ = run(
+        capsys, "run", toy_bundle.path, "the tree", "--raw", "--ignore-eos", "--json", "--max-new-tokens", 9
+    )
+    result = json.loads(out)
+    assert code == 0 and len(result["token_ids"]) == 9 and result["finish_reason"] == "length"
+    assert result["stats"]["iterations"] >= 1 and result["stats"]["mode"] == "speculative"
+
+
+def test_run_takes_standard_input_and_messages(toy_bundle, capsys, monkeypatch, tmp_path):
+    expected = run(capsys, "run", toy_bundle.path, "the well", "--max-new-tokens", 6)[1]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the well")))
+    assert run(capsys, "run", toy_bundle.path, "--max-new-tokens", 6)[1] == expected
+    messages = tmp_path / "messages.json"
+    messages.write_text(json.dumps([{"role": "user", "content": "the well"}]))
+    assert run(capsys, "run", toy_bundle.path, "--messages", messages, "--max-new-tokens", 6)[1] == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run", "BUNDLE", "", "--raw"], "the prompt is empty"),
+        (["run", "BUNDLE", "x", "--max-new-tokens", "-1"], "max_new_tokens=-1"),
+        (["run", "BUNDLE", "x", "--stop", ""], "stop strings"),
+        (["run", "BUNDLE", "--messages", "/nonexistent.json"], "/nonexistent.json cannot be read"),
+        (["run", "BUNDLE", "word " * 2000], "at most 511 fit"),
+        (["run", "/nonexistent", "x"], "is not a bundle"),
+        (["show", "/tmp"], "is not a bundle"),
+        (["bench", "BUNDLE", "--prompts", "/nonexistent"], "/nonexistent cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line(toy_bundle, capsys, arguments, message):
+    code, out, err = run(capsys, *[str(toy_bundle.path) if part == "BUNDLE" else part for part in arguments])
+    assert code == 1 and out == ""
+    assert len(err.splitlines()) == 1 and err.startswith("yggrt: ") and message in err
+
+
+def test_check_and_show(toy_bundle, capsys):
+    code, out, _ = run(capsys, "check", toy_bundle.path)
+    assert code == 0 and "loads here" in out
+    code, out, _ = run(capsys, "show", toy_bundle.path)
+    assert code == 0 and "verify.pt2" in out and "width 8, depth 4" in out
+    code, out, _ = run(capsys, "show", toy_bundle.path, "--json")
+    shown = json.loads(out)
+    assert shown["plan"]["policy"]["draft_width"] == 8 and shown["manifest"]["step_abi_version"] == 1
+
+
+def test_a_damaged_bundle_is_refused_before_it_is_loaded(toy_bundle, tmp_path, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(toy_bundle.path, damaged)
+    content = bytearray((damaged / "verify.pt2").read_bytes())
+    content[len(content) // 2] ^= 1
+    (damaged / "verify.pt2").write_bytes(content)
+    for command in (["check", damaged], ["run", damaged, "x"]):
+        code, _, err = run(capsys, *command)
+        assert code == 1 and "is damaged" in err
+    (damaged / "verify.pt2").unlink()
+    code, _, err = run(capsys, "check", damaged)
+    assert code == 1 and "is incomplete" in err
+
+
+def test_bench_writes_the_agreed_keys_overall_and_by_category(toy_bundle, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    entries = [
+        {"category": "writing", "turns": ["the world tree", "again"]},
+        {"category": "coding", "turns": ["def add"]},
+        {"category": "qa", "turns": ["who drafts"]},
+        {"prompt": "the well of the wise"},
+    ]
+    prompts.write_text("\n".join(json.dumps(entry) for entry in entries))
+    output = tmp_path / "bench.json"
+    arguments = ["bench", toy_bundle.path, "--prompts", prompts, "--max-new-tokens", 12, "--json", output]
+    code, out, err = run(capsys, *arguments)
+    assert code == 0 and "speedup" in out and "4/4" in err
+    report = json.loads(output.read_text())
+    assert set(report["by_category"]) == {"conversation", "qa", "all"}
+    for figures in (report, *report["by_category"].values()):
+        assert figures["plain"]["tokens_per_s"] > 0 and figures["speculative"]["tokens_per_s"] > 0
+        for key in ("speedup", "acceptance_length", "host_share", "ttft_s", "tpot_s"):
+            assert figures[key] > 0
+    assert report["predicted_tpot_s"] is None and report["differences"] == []
+    assert run(capsys, *arguments[:4], "--limit", 2, "--max-new-tokens", 12)[0] == 0
