@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
@@ -38,6 +39,9 @@ CACHE_SHARE = 0.5  # of a device's free memory for the verifier's KV rows
 CPU_LENGTH, CPU_ROWS = 1024, 16
 ROPE_THETA = 100_000.0
 START_RATE = 0.4  # of the learning rates, for a drafter that has learned already
+
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ class _Run:
         self._state_file = self._folder / "progress.json"
         self._started = time.monotonic()
         self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        self._verifier = load_model(self._checkpoint, self._dtype).to(self._device)
+        self._verifier = _to(load_model(self._checkpoint, self._dtype), self._device)
         self._decoder_now: Decoder | None = None
         self._state = self._open_state()
 
@@ -150,7 +154,7 @@ class _Run:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         rate = 1.0 if self._options.start is None else START_RATE
-        trainer = Trainer(drafter.to(self._device), blocks, self._options.seed, self._options.batch_tokens, rate)
+        trainer = Trainer(_to(drafter, self._device), blocks, self._options.seed, self._options.batch_tokens, rate)
         self._train(trainer)
         top1, top8 = trainer.agreement()
         self._export(drafter)
@@ -171,7 +175,9 @@ class _Run:
     def _begin_drafter(self) -> LlamaForCausalLM:
         """The drafter before training, in float32 on the CPU."""
         if self._options.start is not None:
-            return load_model(open_checkpoint(str(self._options.start)), torch.float32).requires_grad_(True)
+            drafter = load_model(open_checkpoint(str(self._options.start)), torch.float32)
+            assert isinstance(drafter, LlamaForCausalLM)  # `start_shape` has looked
+            return drafter.requires_grad_(True)
         config = drafter_config(
             self._state.layers,
             self._state.hidden,
@@ -181,7 +187,8 @@ class _Run:
             self._checkpoint.eos_ids,
             ROPE_THETA,
         )
-        return make_drafter(config, self._verifier.get_input_embeddings().weight.float(), self._options.seed)
+        embedding: Any = self._verifier.get_input_embeddings().weight
+        return make_drafter(config, embedding.float(), self._options.seed)
 
     # --- state ---
 
@@ -205,7 +212,7 @@ class _Run:
             return state
         if self._options.start is not None:
             shape = start_shape(self._options.start, self._verifier)
-        elif self._options.layers is None:
+        elif self._options.layers is None or self._options.hidden is None:
             shape = choose_shape(self._verifier, self._device, self._say)
         else:
             shape = (self._options.layers, self._options.hidden)
@@ -273,8 +280,10 @@ class _Run:
     def _text_line(self, index: int, written: int, block: Block, seconds: float) -> str:
         written += block.tokens.numel()
         answers = (block.roles == ROLE_ANSWER).float().mean().item()
-        share = written / self._options.tokens if self._options.tokens else self._seconds() / (
-            GENERATE_SHARE * self._budget()
+        share = (
+            written / self._options.tokens
+            if self._options.tokens
+            else self._seconds() / (GENERATE_SHARE * self._budget())
         )
         return (
             f"{self._clock()} text: block {index + 1}, {written / 1e6:.3g} M tokens, "
@@ -345,9 +354,15 @@ class _Run:
         """Write the folder beside its place, then rename: complete or absent."""
         unfinished = self._options.output.with_name(self._options.output.name + ".part")
         shutil.rmtree(unfinished, ignore_errors=True)
-        drafter.to(torch.bfloat16 if self._device.type == "cuda" else torch.float32).save_pretrained(unfinished)
+        _to(drafter, self._dtype).save_pretrained(unfinished)
         write_tokenizer(self._checkpoint, unfinished)
         unfinished.replace(self._options.output)
+
+
+def _to(model: Model, place: torch.device | torch.dtype) -> Model:
+    """`model.to`, whose type transformers hides."""
+    nn.Module.to(model, place)
+    return model
 
 
 def choose_device(name: str) -> torch.device:
@@ -379,7 +394,9 @@ def start_shape(start: Path, verifier: PreTrainedModel) -> tuple[int, int]:
 
 def choose_shape(verifier: PreTrainedModel, device: torch.device, say: Callable[[str], None]) -> tuple[int, int]:
     """The largest of SHAPES whose matrix products take at most DRAFT_PASS_COST of the verifier's (measured)."""
-    step = products_seconds([tuple(weight.shape) for weight in _matrices(verifier)], verifier.dtype, device)
+    step = products_seconds(
+        [(weight.shape[0], weight.shape[1]) for weight in _matrices(verifier)], verifier.dtype, device
+    )
     vocabulary = verifier.config.get_text_config().vocab_size
     chosen, chosen_seconds = SHAPES[0], 0.0
     for layers, hidden in SHAPES:
@@ -396,7 +413,7 @@ def choose_shape(verifier: PreTrainedModel, device: torch.device, say: Callable[
     return chosen
 
 
-def _matrices(verifier: PreTrainedModel) -> Iterator[nn.Parameter]:
+def _matrices(verifier: PreTrainedModel) -> Iterator[Tensor]:
     for module in verifier.modules():
         if isinstance(module, nn.Linear):
             yield module.weight

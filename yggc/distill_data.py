@@ -7,11 +7,13 @@ and its own number alone, so an interrupted run makes the same blocks again.
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import jinja2.sandbox
 import torch
@@ -19,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
+
+from yggc.checkpoints import Checkpoint
 
 ROLE_GIVEN, ROLE_USER, ROLE_ANSWER = 0, 1, 2  # who chooses the next token: the prompt, the verifier as user, as itself
 PROMPTS_FILE = Path(__file__).parent / "data" / "distill" / "prompts.json"
@@ -108,7 +112,7 @@ class ChatFormat:
     to_user: tuple[int, ...]
 
 
-def chat_format(checkpoint) -> ChatFormat:
+def chat_format(checkpoint: Checkpoint) -> ChatFormat:
     """Read the format off a rendered conversation; a checkpoint without a template gets plain text and blank lines."""
 
     def encode(text: str) -> tuple[int, ...]:
@@ -124,8 +128,7 @@ def chat_format(checkpoint) -> ChatFormat:
     try:
         rendered = environment.from_string(checkpoint.chat_template).render(
             messages=[
-                {"role": role, "content": mark}
-                for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
+                {"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
             ],
             add_generation_prompt=True,
             bos_token=(checkpoint.tokenizer.id_to_token(bos) or "") if isinstance(bos, int) else "",
@@ -163,7 +166,7 @@ class PromptTable:
 class PromptSource:
     """Prompts as tokens; the same seed and block number give the same prompts."""
 
-    def __init__(self, checkpoint, path: Path | None, seed: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, path: Path | None, seed: int) -> None:
         shipped = json.loads(PROMPTS_FILE.read_text(encoding="utf-8"))
         self._slots: dict[str, list[str]] = shipped["slots"]
         self._shipped = [Opening(**opening) for opening in shipped["openings"]]
@@ -289,10 +292,10 @@ class SlotCache(Cache):
     def buffers(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's K and V, [rows, groups, length, D], made when first asked for."""
         if layer not in self.pairs:
-            self.pairs[layer] = tuple(
-                states.new_zeros(self.rows, states.shape[1], self.length, states.shape[3])
-                for states in (keys, values)
+            keys, values = (
+                states.new_zeros(self.rows, states.shape[1], self.length, states.shape[3]) for states in (keys, values)
             )
+            self.pairs[layer] = keys, values
         return self.pairs[layer]
 
     def update(self, key_states, value_states, layer_idx, *_, **__):
@@ -316,6 +319,8 @@ class Decoder:
         device, vocabulary = verifier.device, verifier.config.get_text_config().vocab_size
         self._top = min(TOP_TOKENS, vocabulary)
         self._cache = SlotCache(rows, length, device)
+        named = inspect.signature(type(verifier).forward).parameters
+        self._cache_argument = "cache" if "cache" in named else "past_key_values"  # renamed in transformers 5.24
         self._is_eos = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self._is_eos[list(eos_ids)] = True
         self._bias = torch.zeros(vocabulary, device=device)
@@ -332,9 +337,10 @@ class Decoder:
             top_ids=torch.zeros(length, rows, self._top, dtype=torch.int32, device=device),
             top_logprobs=torch.zeros(length, rows, self._top, dtype=torch.float16, device=device),
         )
-        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
-        self._graph_pool = None
-        self._table: PromptTable | None = None
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._warm: set[int] = set()
+        self._graph_pool: Any = None
+        self._table = PromptTable(*(torch.zeros(0, dtype=torch.int64, device=device) for _ in fields(PromptTable)))
         self._num_prompts = 0
 
     @torch.inference_mode()
@@ -407,7 +413,7 @@ class Decoder:
     def _load_table(self, table: PromptTable) -> None:
         """Copy the prompts into buffers that keep their place, since graphs remember places."""
         device = self._noise.device
-        if self._table is None or self._table.tokens.shape[0] != len(table.lengths):
+        if len(self._table.lengths) != len(table.lengths):
             self._graphs.clear()
             self._table = PromptTable(
                 torch.zeros(len(table.lengths), self.length, dtype=torch.int64, device=device),
@@ -421,11 +427,11 @@ class Decoder:
 
     def _step(self, extent: int) -> None:
         """One token for every row. On CUDA the first step of an extent warms up, the second is captured."""
-        if self._noise.device.type != "cuda" or extent not in self._graphs:
-            self._graphs[extent] = None
+        if self._noise.device.type != "cuda" or extent not in self._warm:
+            self._warm.add(extent)
             self._decode_slot(extent)
             return
-        if self._graphs[extent] is None:
+        if extent not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._graph_pool):
                 self._decode_slot(extent)
@@ -446,8 +452,8 @@ class Decoder:
             input_ids=state["token"][:, None],
             position_ids=(slot - state["start"])[:, None],
             attention_mask=mask[:, None, None, :],
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_argument: self._cache},
         ).logits[:, -1]
         values, ids = top_tokens(logits, self._top)
         logprobs = values - torch.logsumexp(logits.float(), dim=1, keepdim=True)

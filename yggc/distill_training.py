@@ -262,7 +262,7 @@ class Trainer:
     @torch.inference_mode()
     def agreement(self) -> tuple[float, float]:
         """How often the verifier's first choice is the drafter's first, or among its first eight: held-out answers."""
-        first = eighth = total = 0
+        first, eighth, total = 0.0, 0.0, 0
         weight = self._drafter.get_input_embeddings().weight
         for pool in self._held_out or self._pools:
             for rows in torch.arange(len(pool.tokens), device=self._device).split(self._batch_rows(pool)):

@@ -134,7 +134,8 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
     place_before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch)
     try:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+        with torch.no_grad():  # freezing is skipped in silence where gradients are on
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except CppCompileError as error:
         raise BuildError(f"the C++ compiler failed on generated code: {first_error_line(str(error))}") from None
     finally:

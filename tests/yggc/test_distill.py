@@ -311,3 +311,19 @@ def test_given_prompts_are_used(checkpoint, tmp_path):
     table = PromptSource(checkpoint, path, 0).draw(0, 40, 0, 60)
     plain = [*chat_format(checkpoint).before, *checkpoint.tokenizer.encode("plain words").ids, 1, 3]
     assert any(row[: len(plain)] == plain for row in table.tokens.tolist())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_steps_are_replayed_and_the_drafter_loads(options, checkpoint):
+    """Teacher probabilities of a block made by graphs are those of a plain forward pass on the CPU."""
+    table = PromptSource(checkpoint, None, 0).draw(0, 12, 0, 60)
+    verifier = load_model(checkpoint, torch.float32).cuda()
+    block = Decoder(verifier, checkpoint.eos_ids, (0, 1, 2, 3), 8, 250).decode(table, 0)
+    places = (block.starts[0] == 0).cpu()
+    expected = (
+        load_model(checkpoint, torch.float32)(block.tokens[0].cpu()[places].long()[None]).logits[0].log_softmax(-1)
+    )
+    kept = expected.gather(1, block.top_ids[0].cpu()[places].long())
+    torch.testing.assert_close(kept, block.top_logprobs[0].cpu()[places].float(), atol=2e-2, rtol=2e-3)
+    report = distill(replace(options, device="cuda"))
+    assert AutoModelForCausalLM.from_pretrained(report.folder).config.hidden_size == 32
