@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,7 @@ import transformers
 
 from yggc import export, graphs
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
-from yggc.config import DEFAULT_MAX_CONTEXT, DEFAULT_SHAPE, BuildOptions
+from yggc.config import AUTO_DTYPE, DEFAULT_MAX_CONTEXT, DEFAULT_SHAPE, BuildOptions, fastest_dtype
 from yggc.inspect import PairSpec, inspect_pair, preflight
 from yggc.profile import PLAIN_WIDTHS, PROFILE_EXTENT, time_verify
 from yggc.progress import Progress
@@ -92,6 +92,10 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
     """
     cache = StageCache(cache_folder())
     target = detect_target(options.target)
+    if options.dtype == AUTO_DTYPE:
+        options = replace(options, dtype=fastest_dtype(target))
+        progress.say(f"  {options.dtype}, what {target.sku} computes fastest; --dtype chooses another")
+
     with progress.stage("inspect", 3):
         drafter, verifier = open_checkpoint(options.drafter), open_checkpoint(options.verifier)
         pair = inspect_pair(drafter, verifier)

@@ -1,4 +1,4 @@
-"""The command `yggc`: build, inspect, show and clean. Errors are one line and exit 1."""
+"""The command `yggc`: build, inspect, distill, show and clean. Errors are one line and exit 1."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_pair(build)
     build.add_argument("-o", "--output", type=Path, metavar="DIR", help="default ./<drafter>+<verifier>.bundle")
     build.add_argument("--target", default="cpu", help="cpu (the default)")
-    build.add_argument("--dtype", default="bfloat16", help="bfloat16 (the default) or float32")
+    build.add_argument(
+        "--dtype", default="auto", help="bfloat16 or float32; default what this machine computes fastest"
+    )
     build.add_argument("--max-context", type=int, metavar="N", help="default the verifier's, up to 8192")
     build.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; default all cores")
     build.set_defaults(handler=_build)
@@ -34,6 +36,22 @@ def make_parser() -> argparse.ArgumentParser:
     _add_pair(inspect)
     inspect.add_argument("--json", action="store_true")
     inspect.set_defaults(handler=_inspect)
+
+    distill = commands.add_parser("distill", help="make a drafter for a verifier that has none")
+    distill.add_argument("--verifier", required=True, metavar="V", help="folder, hub id or GGUF file")
+    distill.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write; must not exist"
+    )
+    amount = distill.add_mutually_exclusive_group(required=True)
+    amount.add_argument("--hours", type=float, metavar="H", help="how long to work")
+    amount.add_argument("--tokens", type=int, metavar="N", help="tokens the verifier writes to learn from")
+    distill.add_argument("--layers", type=int, metavar="N", help="with --hidden; default chosen by measured cost")
+    distill.add_argument("--hidden", type=int, metavar="N", help="with --layers")
+    distill.add_argument("--start", type=Path, metavar="DIR", help="go on from this drafter")
+    distill.add_argument("--prompts", type=Path, metavar="FILE", help="own prompts beside the shipped ones")
+    distill.add_argument("--device", default="auto", help="auto (the default), cpu, cuda or cuda:N")
+    distill.add_argument("--seed", type=int, default=0, metavar="N")
+    distill.set_defaults(handler=_distill)
 
     show = commands.add_parser("show", help="what a bundle holds")
     show.add_argument("bundle", type=Path)
@@ -83,6 +101,30 @@ def _build(options: argparse.Namespace) -> int:
     report = build(wanted, Progress(cache_folder() / "durations.json"))
     print(f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads")
     print(f'try: yggrt run {report.output} "Why is the sky blue?"')
+    return 0
+
+
+def _distill(options: argparse.Namespace) -> int:
+    from yggc.distill import DistillOptions, distill
+
+    wanted = DistillOptions(
+        verifier=options.verifier,
+        output=options.output,
+        hours=options.hours,
+        tokens=options.tokens,
+        layers=options.layers,
+        hidden=options.hidden,
+        start=options.start,
+        prompts=options.prompts,
+        device=options.device,
+        seed=options.seed,
+    )
+    report = distill(wanted, lambda line: print(line, file=sys.stderr, flush=True))
+    print(
+        f"{report.folder}  {report.num_parameters / 1e6:.1f}M parameters, agreement with the verifier: top 1 "
+        f"{report.agreement_top1:.2f}, top 8 {report.agreement_top8:.2f}"
+    )
+    print(f"try: yggc build --drafter {report.folder} --verifier {options.verifier}")
     return 0
 
 
