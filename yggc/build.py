@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from yggc import export, graphs
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
@@ -55,13 +56,23 @@ from yggrt.plan import (
     write_manifest,
     write_plan,
 )
-from yggrt.target import Target, detect_target, release
+from yggrt.target import Target, detect_target, piecewise_sha256, release
 from yggrt.text import TextSpec
 
 NUM_KNOTS = 65
 PACKAGE_FILE = "step.pt2"
 RECORD_FILE = "step.json"
 SOURCES = (graphs, export, artifacts)  # a change in these makes kept artifacts worthless
+
+
+@dataclass(frozen=True, slots=True)
+class WantedStep:
+    """An artifact that the build needs, and the cache entry that holds it once it is compiled."""
+
+    role: str
+    checkpoint: Checkpoint
+    limits: StepLimits
+    entry: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +116,11 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
     for notice in pair.notices:
         progress.say(f"  note: {notice}")
     max_context = _max_context(options, verifier)
-    verify = _compile(cache, progress, target, options, verifier, "verify", pair.vocab_size, max_context)
-    draft = _compile(cache, progress, target, options, drafter, "draft", pair.vocab_size, max_context)
+    wanted = [
+        _wanted_step(cache, target, options, checkpoint, role, pair.vocab_size, max_context)
+        for role, checkpoint in (("verify", verifier), ("draft", drafter))
+    ]
+    verify, draft = _compile(cache, progress, options, wanted, pair.vocab_size)
     curves = _profile(cache, progress, options, verify)
     plan = _make_plan(options, target, drafter, verifier, draft, verify, max_context, curves)
     with progress.stage("emit", 5):
@@ -149,17 +163,16 @@ def _limits(role: str, max_context: int, context: int, vocab_size: int) -> StepL
     )
 
 
-def _compile(
+def _wanted_step(
     cache: StageCache,
-    progress: Progress,
     target: Target,
     options: BuildOptions,
     checkpoint: Checkpoint,
     role: str,
     vocab_size: int,
     max_context: int,
-) -> CompiledStep:
-    """The artifact of one model, compiled now or kept from before."""
+) -> WantedStep:
+    """Where the artifact of one model is kept, under a key of all that could change it."""
     limits = _limits(role, max_context, checkpoint.context, vocab_size)
     key = {
         "fingerprint": checkpoint.fingerprint,
@@ -174,25 +187,41 @@ def _compile(
         "transformers": transformers.__version__,
         "source": [hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in SOURCES],
     }
-    entry = cache.entry(role, key)
-    name = f"export {role} ({checkpoint.name})"
-    if cache.has(entry):
-        progress.reused(name)
-    else:
-        expected = 30 + checkpoint.num_parameters / 2e6
-        with progress.stage(name, expected, f"export {role} {options.dtype} {checkpoint.fingerprint[:16]}"):
-            cache.fill(entry, lambda folder: _export(folder, options, checkpoint, role, vocab_size, limits))
-    record = json.loads((entry / RECORD_FILE).read_text())
+    return WantedStep(role, checkpoint, limits, cache.entry(role, key))
+
+
+def _compile(
+    cache: StageCache, progress: Progress, options: BuildOptions, wanted: list[WantedStep], vocab_size: int
+) -> list[CompiledStep]:
+    """The artifacts, compiled now or kept from before; all models are read before the first is compiled."""
+    missing = [step for step in wanted if not cache.has(step.entry)]
+    models: dict[str, PreTrainedModel] = {}
+    if missing:
+        with progress.stage("read weights", 1 + sum(step.checkpoint.weight_bytes for step in missing) / 2e7):
+            for step in missing:
+                models[step.role] = load_model(step.checkpoint, getattr(torch, options.dtype))
+    for step in wanted:
+        name = f"export {step.role} ({step.checkpoint.name})"
+        if step.role not in models:
+            progress.reused(name)
+            continue
+        model = models.pop(step.role)
+        expected = 40 + 5 * model.config.get_text_config().num_hidden_layers
+        with progress.stage(name, expected, f"export {step.role} {options.dtype} {step.checkpoint.fingerprint[:16]}"):
+            cache.fill(step.entry, lambda folder: _export(folder, options, step, model, vocab_size))  # noqa: B023
+        del model  # the next one needs its memory
+    return [_read_step(step) for step in wanted]
+
+
+def _read_step(step: WantedStep) -> CompiledStep:
+    record = json.loads((step.entry / RECORD_FILE).read_text())
     layouts = tuple(LayerLayout(**layout) for layout in record["layouts"])
-    return CompiledStep(role, entry, layouts, record["hidden_size"], limits)
+    return CompiledStep(step.role, step.entry, layouts, record["hidden_size"], step.limits)
 
 
-def _export(
-    folder: Path, options: BuildOptions, checkpoint: Checkpoint, role: str, vocab_size: int, limits: StepLimits
-) -> None:
-    model = load_model(checkpoint, getattr(torch, options.dtype))
-    make = export.verify_step if role == "verify" else export.draft_pass
-    step = make(model, vocab_size, limits)
+def _export(folder: Path, options: BuildOptions, wanted: WantedStep, model: PreTrainedModel, vocab_size: int) -> None:
+    make = export.verify_step if wanted.role == "verify" else export.draft_pass
+    step = make(model, vocab_size, wanted.limits)
     program = export.export_step(step)
     export.compile_step(program, folder / PACKAGE_FILE, options.threads, folder / "inductor")
     record = {
@@ -331,13 +360,11 @@ def _place_artifact(folder: Path, step: CompiledStep) -> Artifact:
     path = folder / f"{step.role}.pt2"
     shutil.copyfile(step.folder / PACKAGE_FILE, path)
     listed = _listed(path)
-    return Artifact(step.role, listed.file, listed.num_bytes, listed.sha256, step.limits)
+    return Artifact(step.role, listed.file, listed.num_bytes, listed.digest, step.limits)
 
 
 def _listed(path: Path) -> BundleFile:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return BundleFile(path.name, path.stat().st_size, digest)
+    return BundleFile(path.name, path.stat().st_size, piecewise_sha256(path))
 
 
 def _layout(identity: ModelIdentity, step: CompiledStep, vocab_size: int) -> ModelLayout:

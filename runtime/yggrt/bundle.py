@@ -5,8 +5,6 @@ Invariant: no compiled file is opened before the machine, the versions and every
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -68,9 +66,8 @@ def check_bundle(path: Path) -> Bundle:
     """
     bundle = read_bundle(path)
     notices = check_manifest(bundle.manifest, detect_target(bundle.manifest.target), torch.__version__)
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        for check in [pool.submit(verify_file, path / e.file, e.num_bytes, e.sha256) for e in bundle.entries]:
-            check.result()
+    for entry in bundle.entries:
+        verify_file(path / entry.file, entry.num_bytes, entry.digest)
     return Bundle(path, bundle.manifest, bundle.plan, notices)
 
 

@@ -371,29 +371,32 @@ class ModelLayout:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """One compiled file and the static sizes it was compiled with; the runtime checks every call against them."""
+    """One compiled file and the static sizes it was compiled with; the runtime checks every call against them.
+
+    digest: see yggrt.target.piecewise_sha256.
+    """
 
     role: str
     file: str
     num_bytes: int
-    sha256: str
+    digest: str
     limits: StepLimits
 
     def __post_init__(self) -> None:
         _require_member("artifact role", self.role, ROLES)
-        _require_file(self.file, self.num_bytes, self.sha256)
+        _require_file(self.file, self.num_bytes, self.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class BundleFile:
-    """Another file of the bundle: plan, weights, tokenizer."""
+    """Another file of the bundle: plan, tokenizer. digest: see yggrt.target.piecewise_sha256."""
 
     file: str
     num_bytes: int
-    sha256: str
+    digest: str
 
     def __post_init__(self) -> None:
-        _require_file(self.file, self.num_bytes, self.sha256)
+        _require_file(self.file, self.num_bytes, self.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,11 +486,11 @@ def _require_sha256(noun: str, digest: str) -> None:
     _require(is_sha256, f"{noun} {digest!r:.80} is not a sha256 in lower-case hex")
 
 
-def _require_file(file: str, num_bytes: int, sha256: str) -> None:
+def _require_file(file: str, num_bytes: int, digest: str) -> None:
     """A bare name only: a bundle never reaches outside its own folder."""
     _require(
         re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9._+-]{0,199}", file) is not None and ".." not in file,
         f"{file!r:.80} is not a bare file name of letters, digits, '.', '_', '+' and '-'",
     )
     _require(num_bytes >= 0, f"{file} has {num_bytes} bytes")
-    _require_sha256(f"sha256 of {file}", sha256)
+    _require_sha256(f"digest of {file}", digest)

@@ -31,9 +31,7 @@ def describe(bundle: Bundle) -> str:
         for point in plan.curves
     ]
     lines.append("files:")
-    lines += [
-        f"  {file.file:<16} {file.num_bytes / 1e6:9.1f} MB  sha256 {file.sha256[:16]}…" for file in bundle.entries
-    ]
+    lines += [f"  {file.file:<16} {file.num_bytes / 1e6:9.1f} MB  {file.digest[:16]}…" for file in bundle.entries]
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.yggrt.test_plan import sample_manifest, sample_plan
 from yggrt import target as targets
 from yggrt.errors import BundleFormatError, TargetMismatchError
-from yggrt.target import Target, check_manifest, check_plan, detect_target, release, verify_file
+from yggrt.target import Target, check_manifest, check_plan, detect_target, piecewise_sha256, release, verify_file
 
 X86 = "fpu sse4_2 avx f16c fma avx2 avx512f avx512cd avx512bw avx512dq avx512vl avx512_vnni"
 
@@ -192,7 +192,7 @@ def test_a_file_is_checked_by_size_then_content(tmp_path: Path):
     with pytest.raises(BundleFormatError, match="incomplete: .*verify.pt2 is missing"):
         verify_file(path, 4, "")
     path.write_bytes(b"code")
-    digest = hashlib.sha256(b"code").hexdigest()
+    digest = hashlib.sha256(hashlib.sha256(b"code").digest()).hexdigest()
     verify_file(path, 4, digest)
     with pytest.raises(BundleFormatError, match="has 4 bytes; its manifest says 5"):
         verify_file(path, 5, digest)
@@ -201,10 +201,20 @@ def test_a_file_is_checked_by_size_then_content(tmp_path: Path):
         verify_file(path, 4, digest)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 3, 4, 5, 4096])
+def test_the_digest_covers_every_piece_in_order(tmp_path: Path, monkeypatch, num_bytes):
+    monkeypatch.setattr("yggrt.target.DIGEST_PIECE", 4)
+    data = bytes(index % 251 for index in range(num_bytes))
+    (tmp_path / "file").write_bytes(data)
+    pieces = [data[start : start + 4] for start in range(0, max(num_bytes, 1), 4)]
+    expected = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
+    assert piecewise_sha256(tmp_path / "file") == expected
+
+
 def test_a_link_out_of_the_bundle_is_refused_but_one_inside_is_followed(tmp_path: Path):
     bundle = tmp_path / "bundle"
     bundle.mkdir()
-    digest = hashlib.sha256(b"code").hexdigest()
+    digest = hashlib.sha256(hashlib.sha256(b"code").digest()).hexdigest()
     (tmp_path / "outside").write_bytes(b"code")
     (bundle / "real").write_bytes(b"code")
     (bundle / "inner").symlink_to("real")
