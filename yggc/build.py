@@ -11,6 +11,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -205,11 +206,9 @@ def _compile(
         if step.role not in models:
             progress.reused(name)
             continue
-        model = models.pop(step.role)
-        expected = 40 + 5 * model.config.get_text_config().num_hidden_layers
+        expected = 40 + 5 * step.checkpoint.config.get_text_config().num_hidden_layers
         with progress.stage(name, expected, f"export {step.role} {options.dtype} {step.checkpoint.fingerprint[:16]}"):
-            cache.fill(step.entry, lambda folder: _export(folder, options, step, model, vocab_size))  # noqa: B023
-        del model  # the next one needs its memory
+            cache.fill(step.entry, partial(_export, options, step, models.pop(step.role), vocab_size))
     return [_read_step(step) for step in wanted]
 
 
@@ -219,7 +218,7 @@ def _read_step(step: WantedStep) -> CompiledStep:
     return CompiledStep(step.role, step.entry, layouts, record["hidden_size"], step.limits)
 
 
-def _export(folder: Path, options: BuildOptions, wanted: WantedStep, model: PreTrainedModel, vocab_size: int) -> None:
+def _export(options: BuildOptions, wanted: WantedStep, model: PreTrainedModel, vocab_size: int, folder: Path) -> None:
     make = export.verify_step if wanted.role == "verify" else export.draft_pass
     step = make(model, vocab_size, wanted.limits)
     program = export.export_step(step)

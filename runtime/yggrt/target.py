@@ -127,7 +127,7 @@ def check_plan(plan: Plan, target: Target) -> tuple[str, ...]:
 
 
 def piecewise_sha256(path: Path) -> str:
-    """The sha256, in hex, over the sha256 of each DIGEST_PIECE of a file in order: as many cores as there are share it."""
+    """The sha256, in hex, over the sha256 of each DIGEST_PIECE of a file in order; all cores share the work."""
     size = path.stat().st_size
     with open(path, "rb") as file, ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
 
