@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test setup clean
+.PHONY: demo test bench setup clean
 
 demo: setup
 	@$(BIN)/python examples/demo.py
@@ -13,6 +13,12 @@ test: setup
 	$(BIN)/mypy yggc
 	$(BIN)/pytest
 
+# Plain against speculative on 60 bench prompts, 10 of each Spec-Bench group; PROMPTS names the file.
+PROMPTS ?= ../shared/bench/spec_bench.jsonl
+bench: setup
+	@test -f demo.bundle/bundle.ygg || $(BIN)/python examples/demo.py
+	$(BIN)/yggrt bench demo.bundle --prompts $(PROMPTS) --limit 60 --max-new-tokens 128 --json bench.json
+
 setup: .venv/installed
 
 .venv/installed: pyproject.toml runtime/pyproject.toml
@@ -20,7 +26,7 @@ setup: .venv/installed
 		{ echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up .venv: torch and the rest are about 6 GB, this takes a few minutes the first time."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --disable-pip-version-check -q -e '.[dev]'
+	@$(BIN)/pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 clean:

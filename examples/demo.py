@@ -77,6 +77,8 @@ def main() -> int:
     except YggError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
+    for plain in (True, False):  # first calls are slow: keep them out of the figures
+        engine.generate(PROMPT, max_new_tokens=6, plain=plain)
     answer_plainly = answer(engine, plain=True)
     answer_speculatively = answer(engine, plain=False)
     print()

@@ -128,6 +128,7 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
         "freezing": True,
         "cpp.enable_concat_linear": True,
         "cpp.threads": num_threads,
+        "cpp.enable_kernel_profile": True,  # names each call for `yggrt bench --breakdown`; costs nothing unobserved
         "max_autotune": False,
     }
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a missing CUDA runtime

@@ -185,7 +185,8 @@ class VerifyStep(_CausalStep):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits, hidden = self.run_model(tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, None)
         best, choice = logits.max(dim=-1)
-        others = logits.scatter(1, choice[:, None], -torch.inf)
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        others = logits.masked_fill(columns == choice[:, None], -torch.inf)  # fused into the reduction, never written
         gap = best.float() - others.amax(dim=-1).float()
         return choice, gap, hidden, logits
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 from yggrt.bundle import load
 from yggrt.engine import Engine, GenerationResult
@@ -55,8 +56,13 @@ class Pair:
         return self.plain.stats.tpot_s / self.speculative.stats.tpot_s
 
 
-def run_bench(path: Path, prompts: Path, limit: int | None, max_new_tokens: int, output: Path | None) -> int:
-    """Bench a bundle, print a table, write JSON. Returns 1 when the two ways differ beyond a near tie."""
+def run_bench(
+    path: Path, prompts: Path, limit: int | None, max_new_tokens: int, output: Path | None, floor: float | None
+) -> int:
+    """Bench a bundle, print a table, write JSON.
+
+    Returns 1 when the two ways differ beyond a near tie, or the median speedup is below `floor`.
+    """
     if limit is not None and limit < 1:
         raise ValueError(f"limit {limit}: at least 1 is accepted")
     if max_new_tokens < 2:
@@ -69,13 +75,14 @@ def run_bench(path: Path, prompts: Path, limit: int | None, max_new_tokens: int,
     differences: list[Difference] = []
     for plain in (False, True):  # warms up
         engine.generate(chosen[0].text, max_new_tokens=8, plain=plain)
+    started = perf_counter()
     for index, prompt in enumerate(chosen):
         pair = _answer_both(engine, prompt, max_new_tokens, plain_first=index % 2 == 0)
         pairs.append(pair)
         difference = first_difference(index, pair, NEAR_TIE[dtype])
         if difference is not None:
             differences.append(difference)
-        _progress(index + 1, len(chosen), prompt.category, pair)
+        _progress(index + 1, len(chosen), perf_counter() - started, pair)
     report = summarize(pairs, engine, differences)
     print(format_table(report))
     for entry in differences:
@@ -87,6 +94,10 @@ def run_bench(path: Path, prompts: Path, limit: int | None, max_new_tokens: int,
         print(
             f"yggrt: speculative differs from plain beyond a near tie ({NEAR_TIE[dtype]} in {dtype})", file=sys.stderr
         )
+        return 1
+    speedup = report["speedup"]
+    if floor is not None and (not isinstance(speedup, float) or speedup < floor):
+        print(f"yggrt: median speedup {_cell(speedup, '.2f', 'x')} is below the floor of {floor}x", file=sys.stderr)
         return 1
     return 0
 
@@ -231,10 +242,12 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _cell(value: float | None, pattern: str, unit: str = "") -> str:
+def _cell(value: object, pattern: str, unit: str = "") -> str:
     return "-" if value is None else format(value, pattern) + unit
 
 
-def _progress(done: int, total: int, category: str, pair: Pair) -> None:
+def _progress(done: int, total: int, elapsed_s: float, pair: Pair) -> None:
     speedup = f"{pair.speedup:.2f}x" if pair.speedup else "-"
-    print(f"  {done}/{total} {category}: {speedup}", file=sys.stderr, flush=True)
+    left = elapsed_s / done * (total - done)
+    line = f"  {done}/{total} {pair.category}: {speedup}, {elapsed_s:.0f} s elapsed, about {left:.0f} s left"
+    print(line, file=sys.stderr, flush=True)

@@ -36,11 +36,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="plain against speculative on a file of prompts, interleaved")
     bench.add_argument("bundle", type=Path)
-    bench.add_argument("--prompts", type=Path, required=True, metavar="FILE",
+    bench.add_argument("--prompts", type=Path, metavar="FILE",
                        help='JSON lines: {"prompt"} or Spec-Bench\'s {"category", "turns"}')  # fmt: skip
     bench.add_argument("--limit", type=int, metavar="N", help="this many prompts, spread evenly over the categories")
     bench.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     bench.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    bench.add_argument("--floor", type=float, metavar="X", help="exit 1 when the median speedup is below X")
+    bench.add_argument("--breakdown", action="store_true", help="where the time of a step goes, instead of prompts")
     bench.set_defaults(handler=_bench)
 
     show = commands.add_parser("show", help="what a bundle holds")
@@ -136,9 +138,19 @@ def read_json(path: Path) -> object:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.breakdown:
+        from yggrt.breakdown import describe, measure
+        from yggrt.bundle import load
+
+        print(describe(measure(load(options.bundle))))
+        return 0
     from yggrt.bench import run_bench
 
-    return run_bench(options.bundle, options.prompts, options.limit, options.max_new_tokens, options.json)
+    if options.prompts is None:
+        raise ValueError("--prompts FILE is needed (or --breakdown)")
+    return run_bench(
+        options.bundle, options.prompts, options.limit, options.max_new_tokens, options.json, options.floor
+    )
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -106,4 +106,16 @@ def test_bench_writes_the_agreed_keys_overall_and_by_category(toy_bundle, tmp_pa
         for key in ("speedup", "acceptance_length", "host_share", "ttft_s", "tpot_s"):
             assert figures[key] > 0
     assert report["predicted_tpot_s"] is None and report["differences"] == []
-    assert run(capsys, *arguments[:4], "--limit", 2, "--max-new-tokens", 12)[0] == 0
+    assert run(capsys, *arguments[:4], "--limit", 2, "--max-new-tokens", 12, "--floor", 0)[0] == 0
+    code, _, err = run(capsys, *arguments[:4], "--limit", 2, "--max-new-tokens", 12, "--floor", 1000)
+    assert code == 1 and "is below the floor of 1000" in err
+
+
+def test_the_breakdown_adds_up(toy_bundle, capsys):
+    code, out, _ = run(capsys, "bench", toy_bundle.path, "--breakdown")
+    assert code == 0 and "GB/s" in out and "host:" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith(("verify", "draft"))]
+    assert {row[0] for row in rows} == {"verify", "draft,"}
+    for row in rows:
+        shares = [int(cell.rstrip("%")) for cell in row[-4:]]
+        assert 98 <= sum(shares) <= 102 and all(share >= 0 for share in shares) and shares[0] > 0

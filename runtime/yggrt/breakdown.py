@@ -1,0 +1,221 @@
+"""`yggrt bench --breakdown`: where an iteration's time goes, against what the machine's memory allows.
+
+Wall times come from unobserved runs, medians of interleaved repeats. Their split into linears, attention, head and rest
+comes from one observed run of the same artifact, whose calls carry names (`cpp.enable_kernel_profile`), as shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch.autograd.profiler import profile
+from torch.autograd.profiler_util import FunctionEvent
+
+from yggrt.engine import Engine
+from yggrt.executor import Decoder
+from yggrt.tree import TreeShape
+
+EXTENT = 256
+REPEATS = 15
+BANDWIDTH_BYTES = 256 * 1024 * 1024
+LINEAR_CALLS = ("linear_pointwise", "mkl_linear", "mm_out", "addmm_out", "cpp_packed_gemm", "gemm")
+ATTENTION_CALLS = ("scaled_dot_product",)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One kind of step.
+
+    seconds:      median wall time; spread_s half the distance between its quartiles.
+    bytes_read:   weights and KV rows it must read at least once.
+    share_of_bandwidth: seconds that reading them takes at the measured bandwidth, over `seconds`.
+    linears, attention, head, rest: shares of the time, adding up to 1; None where the artifact names no calls.
+    """
+
+    name: str
+    seconds: float
+    spread_s: float
+    bytes_read: int
+    share_of_bandwidth: float
+    linears: float | None
+    attention: float | None
+    head: float | None
+    rest: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """All costs of a bundle on this machine. bandwidth: bytes per second read by all threads."""
+
+    bandwidth: float
+    costs: tuple[Cost, ...]
+    host_seconds: tuple[tuple[str, float], ...]
+
+
+def measure(engine: Engine) -> Breakdown:
+    """Time the steps of a bundle at extent EXTENT, with the engine's threads."""
+    decoder, shape = engine.decoder, engine.shape
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(engine.num_threads)
+    try:
+        bandwidth = read_bandwidth()
+        tokens = [token % engine.vocab_size for token in range(1000, 1000 + EXTENT - shape.capacity - 8)]
+        decoder.reset()
+        decoder.prefill(tokens)
+        decoder.prefill_drafter(tokens)
+        runs = _runs(decoder, tokens, shape)
+        seconds = _interleaved(runs)
+        costs = tuple(_cost(engine, name, run, seconds[name], bandwidth) for name, run in runs.items())
+        return Breakdown(bandwidth, costs, _host_seconds(decoder, tokens, shape))
+    finally:
+        decoder.reset()
+        torch.set_num_threads(threads_before)
+
+
+def read_bandwidth() -> float:
+    """Bytes per second at which all threads together read memory: the best of several sums over a large buffer."""
+    buffer = torch.ones(BANDWIDTH_BYTES // 4)
+    best = min(_seconds(lambda: buffer.sum()) for _ in range(7))
+    return BANDWIDTH_BYTES / best
+
+
+def _runs(decoder: Decoder, tokens: list[int], shape: TreeShape) -> dict[str, Callable[[], object]]:
+    """The steps to time, by name."""
+
+    def plain(width: int) -> Callable[[], object]:
+        def run() -> object:
+            chosen, decoder.plain_width = decoder.plain_width, width
+            try:
+                return decoder.decode_plain(tokens)
+            finally:
+                decoder.plain_width = chosen
+
+        return run
+
+    widths = sorted({1, decoder.plain_width, 8, shape.verify_width})
+    runs = {f"verify W={width}": plain(width) for width in widths}
+    if shape.draft_depth > 1:
+        one_pass = TreeShape(shape.draft_width, 1, 1)
+        runs["draft, first pass"] = lambda: decoder.draft_tree(tokens, one_pass)
+    runs[f"draft, {shape.draft_depth} passes"] = lambda: decoder.draft_tree(tokens, shape)
+    runs["iteration"] = lambda: decoder.decode_speculative(tokens, shape)
+    return runs
+
+
+def _interleaved(runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(REPEATS + 2):
+        for name, run in runs.items():
+            taken = _seconds(run)
+            if repeat >= 2:  # the first calls warm up
+                seconds[name].append(taken)
+    return seconds
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = perf_counter()
+    run()
+    return perf_counter() - started
+
+
+def _cost(engine: Engine, name: str, run: Callable[[], object], samples: Sequence[float], bandwidth: float) -> Cost:
+    ordered = sorted(samples)
+    seconds = median(ordered)
+    bytes_read = _bytes_read(engine, name)
+    num_steps = engine.shape.draft_depth if name.endswith("passes") else 1
+    linears, attention, head, rest = _shares(run, num_steps) if name != "iteration" else (None, None, None, None)
+    return Cost(
+        name=name,
+        seconds=seconds,
+        spread_s=(ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / 2,
+        bytes_read=bytes_read,
+        share_of_bandwidth=bytes_read / bandwidth / seconds,
+        linears=linears,
+        attention=attention,
+        head=head,
+        rest=rest,
+    )
+
+
+def _bytes_read(engine: Engine, name: str) -> int:
+    """Least bytes of a step: the model's weights once per run of the artifact, and EXTENT rows of its KV cache."""
+    assert engine.bundle is not None
+    verifier, drafter = (
+        _weight_bytes(engine, role)
+        + sum(buffer[:, :EXTENT].numel() * buffer.element_size() for buffer in cache.buffers)
+        for role, cache in (("verify", engine.decoder.verifier_cache), ("draft", engine.decoder.drafter_cache))
+    )
+    if name.startswith("verify"):
+        return verifier
+    drafted = drafter * (1 if name == "draft, first pass" else engine.shape.draft_depth)
+    return drafted + verifier if name == "iteration" else drafted
+
+
+def _weight_bytes(engine: Engine, role: str) -> int:
+    """Bytes of weights one step reads: the packed copies, without the embedding it looks up a few rows of."""
+    assert engine.bundle is not None
+    manifest, plan = engine.bundle.manifest, engine.bundle.plan
+    identity = plan.verifier if role == "verify" else plan.drafter
+    (artifact,) = (artifact for artifact in manifest.artifacts if artifact.role == role)
+    element = torch.empty(0, dtype=getattr(torch, manifest.dtype)).element_size()
+    return max(artifact.num_bytes - identity.vocab_size * identity.hidden_size * element, 0)
+
+
+def _shares(run: Callable[[], object], num_steps: int) -> tuple[float | None, float | None, float | None, float | None]:
+    """(linears, attention, head, rest) of one observed run of `num_steps` steps: a step's last linear is its head."""
+    with profile() as observed:
+        seconds = _seconds(run)
+    events = sorted(observed.function_events, key=lambda event: event.time_range.start)
+    linears = [_event_seconds(event) for event in events if any(call in event.name for call in LINEAR_CALLS)]
+    attention = sum(_event_seconds(event) for event in events if any(call in event.name for call in ATTENTION_CALLS))
+    if not linears:
+        return None, None, None, None
+    per_step = len(linears) // num_steps
+    head = sum(linears[per_step - 1 :: per_step])
+    body = sum(linears) - head
+    total = max(seconds, body + attention + head)
+    return body / total, attention / total, head / total, (total - body - attention - head) / total
+
+
+def _event_seconds(event: FunctionEvent) -> float:
+    return float(event.time_range.end - event.time_range.start) * 1e-6
+
+
+def _host_seconds(decoder: Decoder, tokens: list[int], shape: TreeShape) -> tuple[tuple[str, float], ...]:
+    """Host seconds of an iteration by part, medians."""
+    parts: dict[str, list[float]] = {"cut": [], "accept": [], "between calls": []}
+    for _ in range(REPEATS):
+        before = dict(decoder.clock.seconds)
+        total = _seconds(lambda: decoder.decode_speculative(tokens, shape))
+        spent = {stage: decoder.clock.seconds[stage] - before[stage] for stage in before}
+        parts["cut"].append(spent["cut"])
+        parts["accept"].append(spent["accept"])
+        parts["between calls"].append(total - sum(spent.values()))
+    return tuple((name, median(samples)) for name, samples in parts.items())
+
+
+def describe(breakdown: Breakdown) -> str:
+    """The costs as a table."""
+    lines = [
+        f"memory is read at {breakdown.bandwidth / 1e9:.1f} GB/s; extent {EXTENT}",
+        f"{'step':<20}{'ms':>9}{'± ms':>8}{'MB read':>9}{'of bandwidth':>14}"
+        f"{'linears':>9}{'attention':>11}{'head':>7}{'rest':>7}",
+    ]
+    for cost in breakdown.costs:
+        shares = "".join(
+            f"{'-' if share is None else f'{share:.0%}':>{width}}"
+            for share, width in ((cost.linears, 9), (cost.attention, 11), (cost.head, 7), (cost.rest, 7))
+        )
+        lines.append(
+            f"{cost.name:<20}{cost.seconds * 1e3:>9.2f}{cost.spread_s * 1e3:>8.2f}{cost.bytes_read / 1e6:>9.0f}"
+            f"{cost.share_of_bandwidth:>14.0%}{shares}"
+        )
+    total = next(cost.seconds for cost in breakdown.costs if cost.name == "iteration")
+    host = sum(seconds for _, seconds in breakdown.host_seconds)
+    parts = ", ".join(f"{name} {seconds * 1e6:.0f} us" for name, seconds in breakdown.host_seconds)
+    lines.append(f"host: {parts}; {host / total:.1%} of an iteration")
+    return "\n".join(lines)
