@@ -15,6 +15,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from tests import toy
 from tests.yggc.checkpoint_makers import make_tokenizer
+from yggrt.errors import ArtifactError
 from yggrt.text import TextCodec, TextSpec
 from yggrt.tree import TreeShape
 
@@ -223,3 +224,20 @@ def test_bfloat16_differs_from_plain_only_at_a_near_tie(verifier, kind):
         pair = Pair("toy", plain, engine.generate(prompt, max_new_tokens=40))
         difference = first_difference(seed, pair, NEAR_TIE["bfloat16"])
         assert difference is None or difference.allowed, difference
+
+
+@pytest.mark.field(17)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_drafter_with_logits_that_are_not_finite_changes_nothing(verifier, poison):
+    drafter = toy.make_drafter("always", verifier)
+    drafter.lm_head.weight.data[7] = poison
+    engine = toy.make_engine(drafter, verifier, TreeShape(8, 4, 16))
+    assert list(engine.generate(prompt_of(6), max_new_tokens=30).token_ids) == toy.hf_greedy(verifier, prompt_of(6), 30)
+
+
+def test_a_verifier_with_logits_that_are_not_numbers_is_an_error(verifier):
+    broken = copy.deepcopy(verifier)
+    broken.lm_head.weight.data[7] = float("nan")
+    engine = toy.make_engine(verifier, broken, TreeShape(2, 2, 3))
+    with pytest.raises(ArtifactError, match="not finite"):
+        engine.generate(prompt_of(6), max_new_tokens=5)

@@ -65,12 +65,16 @@ def make_limits(shape: TreeShape, max_context: int = MAX_CONTEXT, children: int 
 
 
 def make_steps(
-    drafter: PreTrainedModel, verifier: PreTrainedModel, limits: StepLimits, vocab_size: int = VOCAB_SIZE
+    drafter: PreTrainedModel,
+    verifier: PreTrainedModel,
+    limits: StepLimits,
+    vocab_size: int = VOCAB_SIZE,
+    vocabulary: tuple[int, ...] | None = None,
 ) -> tuple[StepModule, StepModule]:
-    """(verify, draft) step modules of copies of the models."""
+    """(verify, draft) step modules of copies of the models. vocabulary: ids the drafter's head is cut to."""
     return (
         verify_step(copy.deepcopy(verifier), vocab_size, limits),
-        draft_pass(copy.deepcopy(drafter), vocab_size, limits),
+        draft_pass(copy.deepcopy(drafter), vocab_size, limits, vocabulary),
     )
 
 
@@ -86,10 +90,11 @@ def make_engine(
     codec: TextCodec | None = None,
     vocab_size: int = VOCAB_SIZE,
     children: int | None = None,
+    vocabulary: tuple[int, ...] | None = None,
 ) -> Engine:
     """An engine over eager steps. children: K; 1 with a draft width of 1 makes the tree a chain."""
     limits = make_limits(shape, max_context, children)
-    verify, draft = make_steps(drafter, verifier, limits, vocab_size)
+    verify, draft = make_steps(drafter, verifier, limits, vocab_size, vocabulary)
     table = identity_table(limits.num_children, NUM_KNOTS)
     decoder = Decoder(
         Step("verify", eager_run(verify), verify.inputs, limits),

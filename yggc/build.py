@@ -8,24 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
-from yggc import export, graphs
+from yggc import __version__, export, graphs, head_cut
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
 from yggc.config import AUTO_DTYPE, DEFAULT_MAX_CONTEXT, DEFAULT_SHAPE, BuildOptions, fastest_dtype
 from yggc.inspect import PairSpec, inspect_pair, preflight
 from yggc.profile import PLAIN_WIDTHS, PROFILE_EXTENT, time_verify
 from yggc.progress import Progress
-from yggc.stage_cache import StageCache, cache_folder, place_folder
+from yggc.stage_cache import StageCache, cache_folder, place_folder, remove_abandoned
 from yggrt import artifacts
 from yggrt.artifacts import (
     STEP_ABI_VERSION,
@@ -37,7 +37,7 @@ from yggrt.artifacts import (
     verify_inputs,
 )
 from yggrt.bundle import TOKENIZER_FILE
-from yggrt.errors import BuildError
+from yggrt.errors import BuildError, YggError
 from yggrt.executor import PREFILL_WIDTH
 from yggrt.kvcache import KvCache, rows_needed
 from yggrt.plan import (
@@ -68,23 +68,30 @@ SOURCES = (graphs, export, artifacts)  # a change in these makes kept artifacts 
 
 @dataclass(frozen=True, slots=True)
 class WantedStep:
-    """An artifact that the build needs, and the cache entry that holds it once it is compiled."""
+    """An artifact that the build needs, and the cache entry that holds it once it is compiled.
+
+    vocabulary: ids the output layer is cut to; None keeps it whole.
+    """
 
     role: str
     checkpoint: Checkpoint
     limits: StepLimits
+    vocabulary: tuple[int, ...] | None
     entry: Path
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledStep:
-    """A kept artifact of one model. folder holds PACKAGE_FILE; layouts and hidden_size describe the model."""
+    """A kept artifact of one model. layouts and hidden_size describe the model."""
 
-    role: str
-    folder: Path
+    wanted: WantedStep
     layouts: tuple[LayerLayout, ...]
     hidden_size: int
-    limits: StepLimits
+
+    @property
+    def package(self) -> Path:
+        """The compiled file."""
+        return self.wanted.entry / PACKAGE_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +124,14 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
     for notice in pair.notices:
         progress.say(f"  note: {notice}")
     max_context = _max_context(options, verifier)
+    vocabulary = _choose_head(cache, progress, options, drafter, verifier, pair.vocab_size)
     wanted = [
-        _wanted_step(cache, target, options, checkpoint, role, pair.vocab_size, max_context)
-        for role, checkpoint in (("verify", verifier), ("draft", drafter))
+        _wanted_step(cache, target, options, verifier, "verify", pair.vocab_size, max_context, None),
+        _wanted_step(cache, target, options, drafter, "draft", pair.vocab_size, max_context, vocabulary),
     ]
     verify, draft = _compile(cache, progress, options, wanted, pair.vocab_size)
     curves = _profile(cache, progress, options, verify)
-    plan = _make_plan(options, target, drafter, verifier, draft, verify, max_context, curves)
+    plan = _make_plan(options, target, draft, verify, max_context, curves)
     with progress.stage("emit", 5):
         num_bytes = _emit(output, plan, target, verifier, pair, verify, draft)
     return BuildReport(output, plan, num_bytes, pair.notices)
@@ -148,10 +156,47 @@ def _check_output(output: Path) -> None:
         raise BuildError(f"{output} exists and is not a bundle; it will not be replaced. Give another place with -o.")
 
 
+# ---- head cut ----
+
+
+def _choose_head(
+    cache: StageCache,
+    progress: Progress,
+    options: BuildOptions,
+    drafter: Checkpoint,
+    verifier: Checkpoint,
+    vocab_size: int,
+) -> tuple[int, ...] | None:
+    """Ids the drafter's output layer keeps, or None for all of them."""
+    source = Path(str(head_cut.__file__)).read_bytes()
+    key = {
+        "drafter": drafter.fingerprint,
+        "verifier": verifier.fingerprint,  # its tokenizer and template
+        "vocab_size": vocab_size,
+        "torch": torch.__version__,
+        "source": hashlib.sha256(source).hexdigest(),
+    }
+    entry = cache.entry("head", key)
+    if cache.has(entry):
+        progress.reused("cut the drafter's head")
+    else:
+
+        def choose(folder: Path) -> None:
+            model = load_model(drafter, torch.float32)
+            text = _text_spec(verifier)
+            chosen = head_cut.choose_draft_vocabulary(model, verifier.tokenizer, text, vocab_size)
+            (folder / "vocabulary.json").write_text(json.dumps(chosen))
+
+        with progress.stage("cut the drafter's head", 10):
+            cache.fill(entry, choose)
+    chosen = json.loads((entry / "vocabulary.json").read_text())
+    return None if chosen is None else tuple(chosen)
+
+
 # ---- export ----
 
 
-def _limits(role: str, max_context: int, context: int, vocab_size: int) -> StepLimits:
+def _limits(max_context: int, context: int, vocab_size: int) -> StepLimits:
     shape = DEFAULT_SHAPE
     return StepLimits(
         kv_rows=rows_needed(min(max_context, context), shape.capacity),
@@ -172,14 +217,16 @@ def _wanted_step(
     role: str,
     vocab_size: int,
     max_context: int,
+    vocabulary: tuple[int, ...] | None,
 ) -> WantedStep:
     """Where the artifact of one model is kept, under a key of all that could change it."""
-    limits = _limits(role, max_context, checkpoint.context, vocab_size)
+    limits = _limits(max_context, checkpoint.context, len(vocabulary or range(vocab_size)))
     key = {
         "fingerprint": checkpoint.fingerprint,
         "role": role,
         "dtype": options.dtype,
         "vocab_size": vocab_size,
+        "vocabulary": vocabulary,
         "limits": asdict(limits),
         "threads": options.threads,
         "sku": target.sku,
@@ -188,7 +235,7 @@ def _wanted_step(
         "transformers": transformers.__version__,
         "source": [hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in SOURCES],
     }
-    return WantedStep(role, checkpoint, limits, cache.entry(role, key))
+    return WantedStep(role, checkpoint, limits, vocabulary, cache.entry(role, key))
 
 
 def _compile(
@@ -215,14 +262,25 @@ def _compile(
 def _read_step(step: WantedStep) -> CompiledStep:
     record = json.loads((step.entry / RECORD_FILE).read_text())
     layouts = tuple(LayerLayout(**layout) for layout in record["layouts"])
-    return CompiledStep(step.role, step.entry, layouts, record["hidden_size"], step.limits)
+    return CompiledStep(step, layouts, record["hidden_size"])
 
 
 def _export(options: BuildOptions, wanted: WantedStep, model: PreTrainedModel, vocab_size: int, folder: Path) -> None:
-    make = export.verify_step if wanted.role == "verify" else export.draft_pass
-    step = make(model, vocab_size, wanted.limits)
-    program = export.export_step(step)
-    export.compile_step(program, folder / PACKAGE_FILE, options.threads, folder / "inductor")
+    try:
+        if wanted.role == "verify":
+            step = export.verify_step(model, vocab_size, wanted.limits)
+        else:
+            step = export.draft_pass(model, vocab_size, wanted.limits, wanted.vocabulary)
+        program = export.export_step(step)
+        export.compile_step(program, folder / PACKAGE_FILE, options.threads, folder / "inductor")
+    except YggError:
+        raise
+    except Exception as error:  # torch's exporters raise whatever their internals do
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise BuildError(
+            f"{wanted.checkpoint.name} ({type(model).__name__}) cannot be compiled with torch {torch.__version__}: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
     record = {
         "layouts": [asdict(layout) for layout in step.layouts],
         "hidden_size": model.config.get_text_config().hidden_size,
@@ -237,7 +295,9 @@ def _profile(
     cache: StageCache, progress: Progress, options: BuildOptions, verify: CompiledStep
 ) -> tuple[LatencyPoint, ...]:
     """Seconds of the verifier's step by width: which of them decodes plainly the fastest."""
-    entry = cache.entry("profile", {"verify": verify.folder.name, "widths": PLAIN_WIDTHS, "extent": PROFILE_EXTENT})
+    entry = cache.entry(
+        "profile", {"verify": verify.wanted.entry.name, "widths": PLAIN_WIDTHS, "extent": PROFILE_EXTENT}
+    )
     if cache.has(entry):
         progress.reused("profile")
     else:
@@ -248,13 +308,14 @@ def _profile(
 
 def _time_plain(folder: Path, options: BuildOptions, verify: CompiledStep) -> None:
     dtype = getattr(torch, options.dtype)
-    inputs = verify_inputs(attention_windows(verify.layouts), verify.limits, dtype)
-    step = Step("verify", load_package(verify.folder / PACKAGE_FILE), inputs, verify.limits)
+    limits = verify.wanted.limits
+    inputs = verify_inputs(attention_windows(verify.layouts), limits, dtype)
+    step = Step("verify", load_package(verify.package), inputs, limits)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
-        extent = min(PROFILE_EXTENT, verify.limits.kv_rows - 1)
-        points = time_verify(step, KvCache(verify.layouts, verify.limits, dtype), PLAIN_WIDTHS, extent)
+        extent = min(PROFILE_EXTENT, limits.kv_rows - 1)
+        points = time_verify(step, KvCache(verify.layouts, limits, dtype), PLAIN_WIDTHS, extent)
     finally:
         torch.set_num_threads(threads_before)
     (folder / "curves.json").write_text(json.dumps([asdict(point) for point in points]))
@@ -263,8 +324,8 @@ def _time_plain(folder: Path, options: BuildOptions, verify: CompiledStep) -> No
 # ---- emit ----
 
 
-def _identity(checkpoint: Checkpoint, step: CompiledStep, dtype: str) -> ModelIdentity:
-    layer = step.layouts[0]
+def _identity(step: CompiledStep, dtype: str) -> ModelIdentity:
+    layer, checkpoint = step.layouts[0], step.wanted.checkpoint
     return ModelIdentity(
         name=checkpoint.name,
         architecture=str(checkpoint.config.model_type),
@@ -282,33 +343,30 @@ def _identity(checkpoint: Checkpoint, step: CompiledStep, dtype: str) -> ModelId
 def _make_plan(
     options: BuildOptions,
     target: Target,
-    drafter: Checkpoint,
-    verifier: Checkpoint,
     draft: CompiledStep,
     verify: CompiledStep,
     max_context: int,
     curves: tuple[LatencyPoint, ...],
 ) -> Plan:
     shape = DEFAULT_SHAPE
-    children = draft.limits.num_children
+    children = draft.wanted.limits.num_children
+    vocabulary = draft.wanted.vocabulary
     return Plan(
         sku=target.sku,
         target=target.kind,
         dtype=options.dtype,
         num_threads=options.threads,
         max_context=max_context,
-        drafter=_identity(drafter, draft, options.dtype),
-        verifier=_identity(verifier, verify, options.dtype),
-        policy=TreePolicy(shape.draft_width, (shape.draft_depth,), (shape.verify_width,), children, None, shape),
+        drafter=_identity(draft, options.dtype),
+        verifier=_identity(verify, options.dtype),
+        policy=TreePolicy(shape.draft_width, (shape.draft_depth,), (shape.verify_width,), children, vocabulary, shape),
         schedule=sequential_schedule(),
         acceptance_table=identity_table(children, NUM_KNOTS),
         plain_width=min(curves, key=lambda point: point.seconds).width,
         prediction=None,
         curves=curves,
         calibration=None,
-        provenance=Provenance(
-            metadata.version("yggc"), str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")
-        ),
+        provenance=Provenance(__version__, str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")),
     )
 
 
@@ -325,6 +383,7 @@ def _emit(
     output = output.resolve()
     scratch = output.with_name(f".{output.name}.{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)
+    remove_abandoned(output.parent, re.escape(output.name))
     try:
         scratch.mkdir()
         compiled = tuple(_place_artifact(scratch, step) for step in (verify, draft))
@@ -356,10 +415,11 @@ def _emit(
 
 
 def _place_artifact(folder: Path, step: CompiledStep) -> Artifact:
-    path = folder / f"{step.role}.pt2"
-    shutil.copyfile(step.folder / PACKAGE_FILE, path)
+    role = step.wanted.role
+    path = folder / f"{role}.pt2"
+    shutil.copyfile(step.package, path)
     listed = _listed(path)
-    return Artifact(step.role, listed.file, listed.num_bytes, listed.digest, step.limits)
+    return Artifact(role, listed.file, listed.num_bytes, listed.digest, step.wanted.limits)
 
 
 def _listed(path: Path) -> BundleFile:

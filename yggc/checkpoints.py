@@ -334,7 +334,7 @@ def _quietly(path: Path, function: Any, *arguments: Any, **options: Any) -> Any:
     These libraries raise nearly everything, bare Exception included, for damaged input.
     """
     try:
-        with _silence():
+        with silence_libraries():
             return function(*arguments, **options)
     except CheckpointError:
         raise
@@ -343,7 +343,7 @@ def _quietly(path: Path, function: Any, *arguments: Any, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def silence_libraries() -> Iterator[None]:
     """transformers without progress bars and advice; its settings are as before afterwards."""
     transformers_logging: Any = logging  # its functions carry no types
     verbosity = transformers_logging.get_verbosity()

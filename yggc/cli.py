@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -78,6 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (YggError, ValueError) as error:
         print(f"yggc: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        place = f": {error.filename}" if error.filename else ""
+        print(f"yggc: {error.strerror or error}{place}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\nyggc: interrupted; nothing partial is left, finished stages are kept", file=sys.stderr)
         return 130
@@ -87,7 +94,7 @@ def _build(options: argparse.Namespace) -> int:
     from yggc.build import build
     from yggc.config import BuildOptions
     from yggc.progress import Progress
-    from yggc.stage_cache import cache_folder
+    from yggc.stage_cache import DURATIONS_FILE, cache_folder
 
     wanted = BuildOptions(
         drafter=options.drafter,
@@ -98,7 +105,7 @@ def _build(options: argparse.Namespace) -> int:
         max_context=options.max_context,
         num_threads=options.threads,
     )
-    report = build(wanted, Progress(cache_folder() / "durations.json"))
+    report = build(wanted, Progress(cache_folder() / DURATIONS_FILE))
     print(f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads")
     print(f'try: yggrt run {report.output} "Why is the sky blue?"')
     return 0
@@ -133,14 +140,15 @@ def _inspect(options: argparse.Namespace) -> int:
     from yggc.inspect import inspect_pair
 
     pair = inspect_pair(open_checkpoint(options.drafter), open_checkpoint(options.verifier))
-    found = asdict(pair)
     if options.json:
-        print(json.dumps(found, ensure_ascii=False, indent=1))
+        print(json.dumps(asdict(pair), ensure_ascii=False, indent=1))
         return 0
-    print("the pair fits")
-    for name, value in found.items():
-        if name != "notices":
-            print(f"  {name:<24} {value}")
+    print(f"vocabularies, merges and probe texts agree: {pair.vocab_size} tokens, ending with {list(pair.eos_ids)}")
+    for role, model in (("verifier", pair.verifier), ("drafter", pair.drafter)):
+        print(
+            f"  {role:<9} {model.source}: {model.model_type}, {model.num_parameters / 1e6:.1f}M parameters, "
+            f"{model.num_layers} layers, hidden {model.hidden_size}, context {model.context}, {model.dtype}"
+        )
     for notice in pair.notices:
         print(f"note: {notice}")
     return 0
@@ -153,12 +161,12 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _clean(_options: argparse.Namespace) -> int:
-    from yggc.stage_cache import cache_folder
+    from yggc.stage_cache import cache_folder, clear
 
     root = cache_folder()
-    num_bytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) if root.is_dir() else 0
-    shutil.rmtree(root, ignore_errors=True)
-    print(f"removed {root} ({num_bytes / 1e6:.0f} MB)")
+    num_bytes = clear(root)
+    left = f"; {root} holds other things too and stays" if root.exists() else ""
+    print(f"removed the kept stages in {root} ({num_bytes / 1e6:.0f} MB){left}")
     return 0
 
 

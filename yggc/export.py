@@ -60,10 +60,15 @@ def verify_step(model: PreTrainedModel, vocab_size: int, limits: StepLimits) -> 
     return StepModule("verify", VerifyStep(model, layouts, vocab_size).eval(), inputs, layouts, limits, model.dtype)
 
 
-def draft_pass(model: PreTrainedModel, vocab_size: int, limits: StepLimits) -> StepModule:
-    """The drafter's pass. vocab_size: tokens of the tokenizer; logits beyond it are cut off."""
+def draft_pass(
+    model: PreTrainedModel, vocab_size: int, limits: StepLimits, vocabulary: tuple[int, ...] | None = None
+) -> StepModule:
+    """The drafter's pass.
+
+    vocab_size: tokens of the tokenizer; logits beyond it are cut off. vocabulary: ids the output layer is cut to.
+    """
     layouts = layer_layouts(model)
-    module = DraftPass(model, layouts, vocab_size, limits.num_children, MASK_VALUE).eval()
+    module = DraftPass(model, layouts, vocab_size, limits.num_children, MASK_VALUE, vocabulary).eval()
     return StepModule("draft", module, draft_inputs(limits), layouts, limits, model.dtype)
 
 

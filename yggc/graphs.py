@@ -25,6 +25,7 @@ from yggrt.artifacts import LOG_Q_MIN, LayerLayout, attention_windows
 from yggrt.errors import CheckpointError
 
 ATTENTION_NAME = "ygg_step"
+HUGE_LOGIT = 1e30
 CHILD_BLOCK = 256  # columns per block of the two-step top-k
 
 
@@ -205,8 +206,14 @@ class DraftPass(_CausalStep):
         vocab_size: int,
         children_per_node: int,
         mask_value: float,
+        vocabulary: tuple[int, ...] | None,
     ) -> None:
-        super().__init__(model, layouts, vocab_size)
+        """vocabulary: ids the output layer is cut to, ascending; None keeps it whole."""
+        if vocabulary is not None:
+            cut_head(model, vocabulary)
+        super().__init__(model, layouts, vocab_size if vocabulary is None else len(vocabulary))
+        self.vocabulary: Tensor | None
+        self.register_buffer("vocabulary", None if vocabulary is None else torch.tensor(vocabulary))
         self.children_per_node = children_per_node
         self.mask_value = mask_value
 
@@ -245,7 +252,11 @@ class DraftPass(_CausalStep):
             for window in self.windows
         )  # fmt: skip
         logits, _ = self.run_model(tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, rows=expand_rows)
-        child_tokens, child_log_q = best_children(logits.float(), self.children_per_node)
+        # A drafter that overflows drafts badly; it must not break the request, since the verifier decides.
+        logits = torch.nan_to_num(logits.float(), nan=-HUGE_LOGIT, posinf=HUGE_LOGIT, neginf=-HUGE_LOGIT)
+        child_tokens, child_log_q = best_children(logits, self.children_per_node)
+        if self.vocabulary is not None:
+            child_tokens = self.vocabulary[child_tokens]
         log_a = log_acceptance(child_log_q, acceptance_table)
         child_values = tree_values[expand_nodes][:, None] + log_a
         child_parents = expand_nodes[:, None].expand_as(child_tokens)
@@ -277,6 +288,18 @@ class DraftPass(_CausalStep):
             candidate_tokens[kept],
             candidate_parents[kept],
         )
+
+
+def cut_head(model: PreTrainedModel, vocabulary: tuple[int, ...]) -> None:
+    """Replace the model's output layer by its rows for `vocabulary`; an embedding tied to it stays whole."""
+    whole = model.get_output_embeddings()
+    rows = torch.tensor(vocabulary, device=whole.weight.device)
+    cut = nn.Linear(whole.in_features, len(vocabulary), bias=whole.bias is not None, dtype=whole.weight.dtype)
+    with torch.no_grad():
+        cut.weight.copy_(whole.weight[rows])
+        if whole.bias is not None:
+            cut.bias.copy_(whole.bias[rows])
+    model.set_output_embeddings(cut)
 
 
 def growth_mask(

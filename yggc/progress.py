@@ -91,4 +91,5 @@ def _read_history(path: Path | None) -> dict[str, float]:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return {str(key): float(value) for key, value in found.items() if isinstance(value, int | float)}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {str(key): float(value) for key, value in entries if isinstance(value, int | float)}

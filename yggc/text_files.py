@@ -154,7 +154,10 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
 
 
 def eos_ids(path: Path, preferred: Any, fallback: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids, sorted; `preferred` counts when it is given at all, an int or a list of them."""
+    """The end-of-sequence ids, sorted; `preferred` counts when it is given at all, an int or a list of them.
+
+    Negative ones, by which some configurations say that there is none, are left out.
+    """
     value = fallback if preferred is None else preferred
     if value is None:
         return ()
@@ -163,7 +166,7 @@ def eos_ids(path: Path, preferred: Any, fallback: Any) -> tuple[int, ...]:
         raise CheckpointError(
             f"{path} has the end-of-sequence id {value!r}; a number or a list of numbers is accepted."
         )
-    return tuple(sorted(set(values)))
+    return tuple(sorted({item for item in values if item >= 0}))
 
 
 def generation_defaults(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -68,8 +68,14 @@ def run_bench(
     if max_new_tokens < 2:
         raise ValueError(f"max-new-tokens {max_new_tokens}: at least 2 are needed to measure a time per token")
     chosen = spread_over_categories(read_prompts(prompts), limit)
+    if output is not None and not output.resolve().parent.is_dir():
+        raise ValueError(f"{output.resolve().parent} does not exist; the figures cannot be written to {output}")
     engine = load(path)
     assert engine.bundle is not None
+    for notice in engine.bundle.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    for prompt in chosen:  # a prompt that does not fit is said before the first is answered
+        engine.encode_prompt(prompt.text)
     dtype = engine.bundle.manifest.dtype
     pairs: list[Pair] = []
     differences: list[Difference] = []
@@ -85,6 +91,8 @@ def run_bench(
         _progress(index + 1, len(chosen), perf_counter() - started, pair)
     report = summarize(pairs, engine, differences)
     print(format_table(report))
+    for notice in dict.fromkeys(notice for pair in pairs for notice in pair.speculative.stats.notices):
+        print(f"note: {notice}")
     for entry in differences:
         verdict = "near tie" if entry.allowed else "FAILURE"
         print(f"prompt {entry.prompt}: differs from plain at token {entry.token}, top-2 gap {entry.gap:.3g}, {verdict}")

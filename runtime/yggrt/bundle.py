@@ -15,8 +15,8 @@ from yggrt.artifacts import Step, attention_windows, draft_inputs, load_package,
 from yggrt.engine import Engine
 from yggrt.errors import BundleFormatError
 from yggrt.executor import Decoder
-from yggrt.kvcache import KvCache
-from yggrt.plan import PLAN_FILE, Artifact, BundleFile, Manifest, Plan, read_manifest, read_plan
+from yggrt.kvcache import KvCache, rows_needed
+from yggrt.plan import MANIFEST_FILE, PLAN_FILE, Artifact, BundleFile, Manifest, Plan, read_manifest, read_plan
 from yggrt.target import check_manifest, detect_target, verify_file
 from yggrt.text import TextCodec
 
@@ -65,6 +65,7 @@ def check_bundle(path: Path) -> Bundle:
     Raises the YggError that says why it would not load here.
     """
     bundle = read_bundle(path)
+    _check_plan_fits(bundle)
     notices = check_manifest(bundle.manifest, detect_target(bundle.manifest.target), torch.__version__)
     for entry in bundle.entries:
         verify_file(path / entry.file, entry.num_bytes, entry.digest)
@@ -98,6 +99,43 @@ def load(path: str | Path) -> Engine:
     engine.bundle = bundle
     engine.load_s = perf_counter() - started
     return engine
+
+
+def _check_plan_fits(bundle: Bundle) -> None:
+    """Whether plan and artifacts belong together: a larger tree than was compiled for would leave the KV buffers.
+
+    Raises BundleFormatError naming the first thing that differs.
+    """
+    manifest, plan = bundle.manifest, bundle.plan
+    verify, draft = _artifact(bundle, "verify").limits, _artifact(bundle, "draft").limits
+    shape, table = plan.policy.largest_shape, plan.acceptance_table
+    drafter_context = min(manifest.max_context, manifest.drafter.context)
+    same = {
+        "drafter": (plan.drafter.fingerprint, manifest.drafter.fingerprint),
+        "verifier": (plan.verifier.fingerprint, manifest.verifier.fingerprint),
+        "dtype": (plan.dtype, manifest.dtype),
+        "max_context": (plan.max_context, manifest.max_context),
+        "children_per_node": (plan.policy.children_per_node, draft.num_children),
+        "ranks of the acceptance table": (table.num_ranks, draft.num_children),
+        "knots of the acceptance table": (table.num_knots, draft.num_knots),
+    }
+    at_most = {
+        "nodes of a tree": (shape.capacity, draft.max_nodes),
+        "candidates": (shape.pool_size, draft.pool_size),
+        "draft depth": (shape.draft_depth, min(verify.max_moves, draft.max_moves)),
+        "draft width": (shape.draft_width, draft.max_width),
+        "verify width": (shape.verify_width, verify.max_width),
+        "plain width": (plan.plain_width, verify.max_width),
+        "KV rows of the verifier": (rows_needed(manifest.max_context, shape.capacity), verify.kv_rows),
+        "KV rows of the drafter": (rows_needed(drafter_context, shape.capacity), draft.kv_rows),
+    }
+    wrong = [(name, *pair) for name, pair in same.items() if pair[0] != pair[1]]
+    wrong += [(name, *pair) for name, pair in at_most.items() if pair[0] > pair[1]]
+    for name, planned, compiled in wrong:
+        raise BundleFormatError(
+            f"{bundle.path}: the plan does not fit the artifacts: {name} {planned} in the plan, {compiled} in "
+            f"{MANIFEST_FILE}. Build the bundle again."
+        )
 
 
 def _make_decoder(bundle: Bundle) -> Decoder:

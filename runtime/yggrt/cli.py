@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -59,20 +61,48 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = make_parser().parse_args(arguments)
-    import_torch_without_processes()  # after parsing: --help should not wait for it
-
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler_before = signal.signal(signal.SIGTERM, _terminate) if in_main_thread else None
     try:
+        import_torch_without_processes()  # after parsing: --help should not wait for it
         code: int = options.handler(options)
+        print(end="", flush=True)  # here, where a full disk or a closed pipe is still an error of ours
         return code
     except (YggError, ValueError) as error:
         print(f"yggrt: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
+    except OSError as error:
+        place = f": {error.filename}" if error.filename else ""
+        print(f"yggrt: {error.strerror or error}{place}", file=sys.stderr)
+        try:
+            print(end="", flush=True)
+        except OSError:
+            _drop_output()
+        return 1
+    except _Terminated:
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print("\nyggrt: interrupted", file=sys.stderr)
         return 130
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, handler_before)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came. Ending in order lets torch remove what it unpacked, which is as large as the bundle."""
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    raise _Terminated
+
+
+def _drop_output() -> None:
+    """What is still buffered cannot be written; the interpreter would try again at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -113,11 +143,15 @@ def _read_prompt(options: argparse.Namespace) -> str | list[dict[str, str]]:
     if options.messages is not None:
         if options.prompt is not None:
             raise ValueError("both a prompt and --messages were given; one of them is accepted")
+        if options.raw:
+            raise ValueError("--messages go through the chat template, --raw does not; one of them is accepted")
         messages = read_json(options.messages)
-        if not isinstance(messages, list) or not messages:
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
             raise ValueError(f'{options.messages} is not a JSON list of {{"role", "content"}} messages')
         return messages
     if options.prompt is None or options.prompt == "-":
+        if sys.stdin is None:
+            raise ValueError("no prompt: none was given, and standard input is closed")
         data = sys.stdin.buffer.read()
         try:
             return data.decode("utf-8")
@@ -133,7 +167,7 @@ def read_json(path: Path) -> object:
         return json.loads(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 

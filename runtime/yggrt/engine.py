@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
-from yggrt.errors import TextError, YggError
+from yggrt.errors import ArtifactError, TextError, YggError
 from yggrt.executor import COMPILED_STAGES, Decoder
 from yggrt.text import OutputStream, TextCodec
 from yggrt.tree import TreeShape
@@ -104,24 +105,35 @@ class RequestOptions:
 class Stream:
     """Iterator over the text pieces of one request; joined they are `result.text`.
 
-    Closing it, or dropping it, ends the request and frees the engine for the next.
+    Closing it, or dropping it, ends the request and frees the engine for the next. `result` is set at the end.
+
+    pieces: gives the text and returns the result. Nothing in it may refer to this stream: a cycle would keep a dropped
+            stream, and with it the engine, until Python looks for cycles.
     """
 
-    def __init__(self, pieces: Iterator[str]) -> None:
+    def __init__(self, pieces: Generator[str, None, GenerationResult]) -> None:
         self._pieces = pieces
+        self._closed = False
         self.result: GenerationResult | None = None
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        if self._closed:
+            self._pieces.close()
+        try:
+            return next(self._pieces)
+        except StopIteration as end:
+            if end.value is not None:  # only the first time
+                self.result = end.value
+            raise
 
     def close(self) -> None:
-        """End the request now."""
-        close = getattr(self._pieces, "close", None)
-        if close is not None:
-            close()
+        """End the request now; where another thread waits for its next piece, when that piece has come."""
+        self._closed = True
+        with suppress(ValueError):  # it is at work in another thread
+            self._pieces.close()
 
 
 class _Recorder:
@@ -247,22 +259,28 @@ class Engine:
         raw: bool = False,
     ) -> Stream:
         """As `generate`, but gives the text piece by piece; `result` of the stream is set at its end."""
+        if not isinstance(stop, Iterable):
+            raise ValueError(f"stop={stop!r}: a string or several of them are accepted")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         options = RequestOptions(max_new_tokens, stops, ignore_eos, plain, raw)
         prompt_ids = self.encode_prompt(prompt, raw)
         budget = min(options.max_new_tokens, self.max_context - len(prompt_ids))
         eos_ids = frozenset() if ignore_eos else self.eos_ids
         output = OutputStream(self.codec, eos_ids, options.stop, budget)
-        stream = Stream(iter(()))
-        stream._pieces = self._serve(stream, prompt_ids, output, budget, options)
-        return stream
+        return Stream(self._serve(prompt_ids, output, budget, options))
 
     def encode_prompt(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Token ids of a prompt. Raises ValueError when it is empty, too long, or holds ids outside the vocabulary."""
+        """Token ids of a prompt. Raises ValueError when it is empty, too long, or no text, messages or token ids."""
         if isinstance(prompt, str):
             codec = self._codec()
             ids = codec.encode(prompt) if raw else codec.encode_chat([{"role": "user", "content": prompt}])
-        elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        elif isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+            raise ValueError(
+                f"the prompt is of type {type(prompt).__name__}; accepted: a text, a list of messages or of token ids"
+            )
+        elif any(isinstance(part, Mapping) for part in prompt):
+            if raw:
+                raise ValueError("raw: messages go through the chat template; give a text, or leave raw out")
             ids = self._codec().encode_chat(list(prompt))  # type: ignore[arg-type]
         else:
             ids = [_token_id(token, self.vocab_size) for token in prompt]
@@ -281,48 +299,47 @@ class Engine:
         return self.codec
 
     def _serve(
-        self, stream: Stream, prompt_ids: list[int], output: OutputStream, budget: int, options: RequestOptions
-    ) -> Iterator[str]:
+        self, prompt_ids: list[int], output: OutputStream, budget: int, options: RequestOptions
+    ) -> Generator[str, None, GenerationResult]:
         """The request itself: holds the engine from the first piece asked for until the end or `close`."""
-        self._acquire()
-        try:
-            recorder = _Recorder(len(prompt_ids), options.plain)
-            rounds = self._decode(prompt_ids, output, budget, options.plain, recorder)
-            while True:
-                threads_before = torch.get_num_threads()
+        if self._lock.locked() and self._owner == threading.get_ident():
+            raise YggError("this thread has an unfinished stream on this engine; exhaust or close it first")
+        with self._lock:  # its own `with`, which leaves no moment at which Ctrl-C could keep it taken
+            try:
+                self._owner = threading.get_ident()
+                return (yield from self._answer(prompt_ids, output, budget, options))
+            finally:
+                self._owner = None
+
+    def _answer(
+        self, prompt_ids: list[int], output: OutputStream, budget: int, options: RequestOptions
+    ) -> Generator[str, None, GenerationResult]:
+        """All pieces of a request and its result, with the compiled steps' threads only while they run."""
+        recorder = _Recorder(len(prompt_ids), options.plain)
+        rounds = self._decode(prompt_ids, output, budget, options.plain, recorder)
+        while True:
+            threads_before = torch.get_num_threads()
+            try:
                 if threads_before != self.num_threads:
                     torch.set_num_threads(self.num_threads)
-                try:
-                    finished = next(rounds, True)
-                finally:
-                    if threads_before != self.num_threads:
-                        torch.set_num_threads(threads_before)
-                if finished:
-                    output.finish()
-                piece = output.take_piece()
-                if piece:
-                    yield piece
-                if finished:
-                    break
-            stream.result = GenerationResult(
-                text=output.text,
-                token_ids=output.token_ids,
-                finish_reason=output.finish_reason or "length",
-                gaps=tuple(recorder.gaps),
-                stats=recorder.stats(output.num_tokens, self.decoder.clock.seconds),
-            )
-        finally:
-            self._release()
-
-    def _acquire(self) -> None:
-        if self._owner == threading.get_ident():
-            raise YggError("this thread has an unfinished stream on this engine; exhaust or close it first")
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-
-    def _release(self) -> None:
-        self._owner = None
-        self._lock.release()
+                finished = next(rounds, True)
+            finally:
+                if threads_before != self.num_threads:
+                    torch.set_num_threads(threads_before)
+            if finished:
+                output.finish()
+            piece = output.take_piece()
+            if piece:
+                yield piece
+            if finished:
+                break
+        return GenerationResult(
+            text=output.text,
+            token_ids=output.token_ids,
+            finish_reason=output.finish_reason or "length",
+            gaps=tuple(recorder.gaps),
+            stats=recorder.stats(output.num_tokens, self.decoder.clock.seconds),
+        )
 
     def _decode(
         self, prompt_ids: list[int], output: OutputStream, budget: int, plain: bool, recorder: _Recorder
@@ -336,6 +353,7 @@ class Engine:
         started = perf_counter()
         first = decoder.prefill(tokens)
         tokens += first.tokens
+        _require_finite(first.gaps)
         recorder.gaps += first.gaps
         finished = output.push(first.tokens[0])
         recorder.ttft_s = perf_counter() - started
@@ -348,6 +366,7 @@ class Engine:
                 outcome = decoder.decode_plain(tokens)
             else:
                 outcome = decoder.decode_speculative(tokens, shape)
+            _require_finite(outcome.gaps)
             emitted = 0
             for token in outcome.tokens:
                 emitted += 1
@@ -372,6 +391,14 @@ class Engine:
         if depth == shape.draft_depth:
             return shape
         return TreeShape(shape.draft_width, depth, min(shape.verify_width, 1 + depth * shape.draft_width))
+
+
+def _require_finite(gaps: tuple[float, ...]) -> None:
+    """A gap is not a number exactly where the verifier's logits are not."""
+    if any(gap != gap for gap in gaps):
+        raise ArtifactError(
+            "the verifier's logits are not finite here; its weights or this dtype do not hold. Try --dtype float32."
+        )
 
 
 def _token_id(token: object, vocab_size: int) -> int:

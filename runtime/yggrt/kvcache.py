@@ -37,6 +37,7 @@ class KvCache:
     def reset(self) -> None:
         """Forget everything; rows need no clearing, since no mask shows a row that was not written."""
         self.num_committed = 0
+        self.has_moves = True  # an interrupted owe_moves may have left some without saying so
         self.moved()
 
     def owe_moves(self, sources: Sequence[int], first_target: int) -> None:

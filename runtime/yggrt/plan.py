@@ -9,6 +9,7 @@ or renamed needs a new FORMAT_VERSION and a new fixture.
 """
 
 import math
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -452,7 +453,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a bundle folder. Raises BundleFormatError, naming the path."""
-    if not (folder / MANIFEST_FILE).is_file():
+    if not os.path.isfile(folder / MANIFEST_FILE):  # unlike Path's, false for a name that no file can have
         raise BundleFormatError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}. Build one with yggc build.")
     return wire.read_file(MANIFEST_FORMAT, Manifest, folder / MANIFEST_FILE)
 

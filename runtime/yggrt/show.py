@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from yggrt.bundle import Bundle
-from yggrt.plan import ModelIdentity
+from yggrt.plan import ModelIdentity, Plan
 
 
 def describe(bundle: Bundle) -> str:
@@ -18,6 +18,7 @@ def describe(bundle: Bundle) -> str:
         f"context     {plan.max_context} tokens, prompt included",
         f"tree        width {shape.draft_width}, depth {shape.draft_depth}, {shape.verify_width} nodes verified, "
         f"{plan.policy.children_per_node} children a node",
+        f"draft head  {_head(plan)}",
         f"schedule    {plan.schedule.name}: {' > '.join(stage.name for stage in plan.schedule.stages)}",
         f"plain       {plan.plain_width} rows a step",
         f"calibration {plan.calibration.name if plan.calibration else 'none: raw drafter probabilities'}",
@@ -33,6 +34,12 @@ def describe(bundle: Bundle) -> str:
     lines.append("files:")
     lines += [f"  {file.file:<16} {file.num_bytes / 1e6:9.1f} MB  {file.digest[:16]}…" for file in bundle.entries]
     return "\n".join(lines)
+
+
+def _head(plan: Plan) -> str:
+    vocabulary = plan.policy.draft_vocabulary
+    kept = "all" if vocabulary is None else f"{len(vocabulary)} of"
+    return f"{kept} {plan.drafter.vocab_size} tokens"
 
 
 def _model(model: ModelIdentity) -> str:

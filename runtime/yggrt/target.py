@@ -141,7 +141,7 @@ def piecewise_sha256(path: Path) -> str:
 def verify_file(path: Path, num_bytes: int, expected: str) -> None:
     """Check one file of a bundle against its manifest: kind, size, then content.
 
-    Raises BundleFormatError where it is missing, a link that leaves its folder, or not what was built.
+    Raises BundleFormatError where it is missing, unreadable, a link that leaves its folder, or not what was built.
     """
     folder = path.parent.resolve()
     if not path.is_file():
@@ -151,7 +151,10 @@ def verify_file(path: Path, num_bytes: int, expected: str) -> None:
     found = path.stat().st_size
     if found != num_bytes:
         raise BundleFormatError(f"{path} has {found} bytes; its manifest says {num_bytes}. Copy or build it again.")
-    digest = piecewise_sha256(path)
+    try:
+        digest = piecewise_sha256(path)
+    except OSError as error:
+        raise BundleFormatError(f"{path} cannot be read: {error.strerror or error}.") from None
     if digest != expected:
         raise BundleFormatError(
             f"{path} is damaged: its digest is {digest} instead of {expected}. Copy or build it again."

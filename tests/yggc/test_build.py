@@ -15,7 +15,8 @@ from yggc import build as build_module
 from yggc import export
 from yggc.cli import main
 from yggc.config import BuildOptions
-from yggc.stage_cache import StageCache, place_folder
+from yggc.progress import Progress
+from yggc.stage_cache import StageCache, place_folder, remove_abandoned
 from yggrt.errors import BuildError
 from yggrt.plan import read_manifest, read_plan
 
@@ -37,7 +38,7 @@ def kept(toy_bundle, monkeypatch):
 def test_a_build_with_nothing_changed_keeps_every_stage(toy_bundle, kept, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export, "compile_step", lambda *_: pytest.fail("compiled again"))
     assert build_again(toy_bundle, tmp_path / "again.bundle") == 0
-    assert capsys.readouterr().err.count("kept from before") == 3
+    assert capsys.readouterr().err.count("kept from before") == 4
     first, second = read_manifest(toy_bundle.path), read_manifest(tmp_path / "again.bundle")
     assert first.artifacts == second.artifacts and first.text == second.text
     assert read_plan(tmp_path / "again.bundle" / "plan.ygg").policy == read_plan(toy_bundle.path / "plan.ygg").policy
@@ -104,7 +105,8 @@ def test_ctrl_c_leaves_nothing_partial(toy_bundle, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(build_module.export, "compile_step", interrupted)
     assert build_again(toy_bundle, tmp_path / "b") == 130
     assert "interrupted" in capsys.readouterr().err
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+    kept = [path.name.partition("-")[0] for path in cache.iterdir() if path.is_dir()]
+    assert kept == ["head"]  # the stage that was finished before
     assert not (tmp_path / "b").exists()
 
 
@@ -154,6 +156,60 @@ def test_placing_a_folder_replaces_the_old_one(tmp_path):
     place_folder(tmp_path / "new", tmp_path / "old")
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["new"]
+
+
+def test_a_folder_that_cannot_be_placed_leaves_the_old_one(tmp_path, monkeypatch):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        place_folder(tmp_path / "new", tmp_path / "old")
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["old"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+def test_what_a_killed_build_left_beside_the_bundle_is_removed_by_the_next(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f".a.bundle.{gone.pid}", f".a.bundle.{gone.pid}.old", f".a.bundle.{os.getpid()}", f".b.{gone.pid}"):
+        (tmp_path / name).mkdir()
+    remove_abandoned(tmp_path, "a\\.bundle")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f".a.bundle.{os.getpid()}", f".b.{gone.pid}"])
+
+
+def test_clean_removes_what_builds_keep_and_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("YGG_CACHE", str(tmp_path))
+    cache = StageCache(tmp_path)
+    for stage in ("verify", "profile"):
+        cache.fill(cache.entry(stage, {"a": 1}), lambda folder: (folder / "x").touch())
+    (tmp_path / "durations.json").write_text("{}")
+    for mine in ("photos", ".vim.99999999"):
+        (tmp_path / mine).mkdir()
+        (tmp_path / mine / "precious").touch()
+    StageCache(tmp_path)
+    assert main(["clean"]) == 0
+    assert "holds other things" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".vim.99999999", "photos"]
+    assert (tmp_path / ".vim.99999999" / "precious").exists()
+    monkeypatch.setenv("YGG_CACHE", str(tmp_path / "own"))
+    StageCache(tmp_path / "own")
+    assert main(["clean"]) == 0
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_damaged_history_of_durations_is_no_history(tmp_path):
+    (tmp_path / "durations.json").write_text("[1]")
+    with Progress(tmp_path / "durations.json", quiet=True).stage("a", 1):
+        pass
+    assert "a" in (tmp_path / "durations.json").read_text()
 
 
 def test_threads_default_to_all_cores():

@@ -77,6 +77,13 @@ def test_a_folder_is_opened_without_weights(original: Path) -> None:
     assert checkpoint.tokenizer.encode("the tree<|im_end|>").ids[-1] == 2
 
 
+def test_negative_end_of_sequence_ids_stand_for_none(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 2]}))
+    assert open_checkpoint(str(folder)).eos_ids == (2,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": -1}))
+    assert open_checkpoint(str(folder)).eos_ids == ()
+
+
 def test_generation_settings_that_change_the_text_are_kept(folder: Path) -> None:
     settings = {"eos_token_id": [5, 2], "repetition_penalty": 1.1, "temperature": 1.0, "suppress_tokens": [3, 4]}
     (folder / "generation_config.json").write_text(json.dumps(settings))

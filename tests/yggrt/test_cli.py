@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 
 import pytest
 
+from yggrt import cli
 from yggrt.cli import main
 
 
@@ -52,6 +55,7 @@ def test_run_takes_standard_input_and_messages(toy_bundle, capsys, monkeypatch, 
         (["run", "BUNDLE", "--messages", "/nonexistent.json"], "/nonexistent.json cannot be read"),
         (["run", "BUNDLE", "word " * 2000], "at most 511 fit"),
         (["run", "/nonexistent", "x"], "is not a bundle"),
+        (["run", "x" * 5000, "x"], "is not a bundle"),
         (["show", "/tmp"], "is not a bundle"),
         (["bench", "BUNDLE", "--prompts", "/nonexistent"], "/nonexistent cannot be read"),
     ],
@@ -60,6 +64,64 @@ def test_bad_input_is_one_line(toy_bundle, capsys, arguments, message):
     code, out, err = run(capsys, *[str(toy_bundle.path) if part == "BUNDLE" else part for part in arguments])
     assert code == 1 and out == ""
     assert len(err.splitlines()) == 1 and err.startswith("yggrt: ") and message in err
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[1, 2, 3]", "is not a JSON list of"),
+        ('["hi"]', "is not a JSON list of"),
+        ('{"role": "user"}', "is not a JSON list of"),
+        ("[" * 100_000, "is not JSON"),
+        ('[{"role": "user", "content": null}]', "'content' must be a string"),
+    ],
+)
+def test_bad_messages_are_one_line(toy_bundle, tmp_path, capsys, content, message):
+    messages = tmp_path / "messages.json"
+    messages.write_text(content)
+    code, out, err = run(capsys, "run", toy_bundle.path, "--messages", messages)
+    assert code == 1 and out == "" and len(err.splitlines()) == 1 and message in err
+
+
+def test_messages_and_raw_exclude_each_other(toy_bundle, tmp_path, capsys):
+    messages = tmp_path / "messages.json"
+    messages.write_text('[{"role": "user", "content": "x"}]')
+    code, _, err = run(capsys, "run", toy_bundle.path, "--messages", messages, "--raw")
+    assert code == 1 and "--raw" in err
+
+
+def test_closed_and_full_standard_streams_are_one_line(toy_bundle, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = run(capsys, "run", toy_bundle.path)
+    assert code == 1 and len(err.splitlines()) == 1 and "standard input is closed" in err
+    program = f"import sys; from yggrt.cli import main; sys.exit(main(['show', {str(toy_bundle.path)!r}]))"
+    with open("/dev/full", "wb") as full:
+        found = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (found.returncode, found.stderr) == (1, b"yggrt: No space left on device\n")
+
+
+def test_a_terminated_run_leaves_nothing_unpacked(toy_bundle, tmp_path):
+    program = "import sys; from yggrt.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["run", str(toy_bundle.path), "the", "--raw", "--ignore-eos", "--max-new-tokens", "500"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None and process.stdout.read(1)
+    process.terminate()
+    _, err = process.communicate()
+    assert (process.returncode, err) == (143, b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(capsys, monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_torch_without_processes", interrupted)
+    assert run(capsys, "show", "x")[::2] == (130, "\nyggrt: interrupted\n")
 
 
 def test_check_and_show(toy_bundle, capsys):

@@ -1,0 +1,78 @@
+"""A bundle whose parts do not belong together is refused before anything of it is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from yggrt import target
+from yggrt.bundle import check_bundle, load
+from yggrt.errors import BundleFormatError
+from yggrt.plan import PLAN_FILE, Plan, read_manifest, read_plan, write_manifest, write_plan
+from yggrt.target import piecewise_sha256
+from yggrt.tree import TreeShape
+
+
+def with_plan(bundle: Path, copy: Path, change: Callable[[Plan], Plan]) -> Path:
+    """A copy of a bundle with another plan, whose size and digest its manifest lists."""
+    shutil.copytree(bundle, copy)
+    path = copy / PLAN_FILE
+    write_plan(path, change(read_plan(path)))
+    manifest = read_manifest(copy)
+    listed = tuple(
+        replace(entry, num_bytes=path.stat().st_size, digest=piecewise_sha256(path))
+        if entry.file == PLAN_FILE
+        else entry
+        for entry in manifest.files
+    )
+    write_manifest(copy, replace(manifest, files=listed))
+    return copy
+
+
+def larger_tree(plan: Plan) -> Plan:
+    shape = TreeShape(plan.policy.draft_width, 12, 64)
+    return replace(plan, policy=replace(plan.policy, draft_depths=(12,), verify_widths=(64,), default_shape=shape))
+
+
+@pytest.mark.field(31)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (larger_tree, "nodes of a tree 97 in the plan, 33 in bundle.ygg"),
+        (lambda plan: replace(plan, plain_width=9999), "plain width 9999 in the plan"),
+        (lambda plan: replace(plan, max_context=100), "max_context 100 in the plan, 512 in bundle.ygg"),
+        (lambda plan: replace(plan, drafter=replace(plan.drafter, fingerprint="0" * 64)), "drafter 0000"),
+        (lambda plan: replace(plan, dtype="float16"), "dtype float16 in the plan, float32 in bundle.ygg"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_artifacts_is_refused(toy_bundle, tmp_path, change, message):
+    copy = with_plan(toy_bundle.path, tmp_path / "copy", change)
+    for refuse in (check_bundle, load):
+        with pytest.raises(BundleFormatError, match=message):
+            refuse(copy)
+
+
+def test_a_bundle_without_a_draft_pass_is_refused_by_check_as_by_load(toy_bundle, tmp_path):
+    shutil.copytree(toy_bundle.path, tmp_path / "copy")
+    manifest = read_manifest(tmp_path / "copy")
+    write_manifest(tmp_path / "copy", replace(manifest, artifacts=manifest.artifacts[:1]))
+    with pytest.raises(BundleFormatError, match="0 artifacts for draft"):
+        check_bundle(tmp_path / "copy")
+
+
+def test_a_file_that_may_not_be_read_is_named(toy_bundle, monkeypatch):
+    def refused(path: Path) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(target, "piecewise_sha256", refused)
+    with pytest.raises(BundleFormatError, match="verify.pt2 cannot be read: Permission denied"):
+        check_bundle(toy_bundle.path)
+
+
+def test_a_name_that_no_file_can_have_is_no_bundle():
+    with pytest.raises(BundleFormatError, match="is not a bundle"):
+        load("x" * 5000)
