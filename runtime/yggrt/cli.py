@@ -8,12 +8,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from time import perf_counter
 
 from yggrt import import_torch_without_processes
 from yggrt.errors import YggError
+
+ERASE_LINE = "\r\033[K"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -109,10 +112,19 @@ def _run(options: argparse.Namespace) -> int:
     from yggrt.bundle import load
 
     prompt = _read_prompt(options)
-    engine = load(options.bundle)
+    waiting = sys.stderr.isatty() and not options.json
+    if waiting:
+        print(f"loading {options.bundle}", end="", file=sys.stderr, flush=True)
+    try:
+        engine = load(options.bundle)
+    finally:
+        if waiting:
+            print(ERASE_LINE, end="", file=sys.stderr, flush=True)
     assert engine.bundle is not None
     for notice in engine.bundle.notices:
         print(f"yggrt: note: {notice}", file=sys.stderr)
+    if waiting:
+        engine.decoder.on_prefill = _prompt_progress()
     stream = engine.stream(
         prompt, max_new_tokens=options.max_new_tokens, stop=options.stop, ignore_eos=options.ignore_eos,
         plain=options.plain, raw=options.raw,
@@ -137,6 +149,22 @@ def _run(options: argparse.Namespace) -> int:
     for notice in stats.notices:
         print(f"yggrt: note: {notice}", file=sys.stderr)
     return 0
+
+
+def _prompt_progress() -> Callable[[int, int], None]:
+    """Redraws how much of a long prompt is read, and what is left, on the terminal's last line."""
+    started = perf_counter()
+
+    def show(done: int, total: int) -> None:
+        if done == total:
+            print(ERASE_LINE, end="", file=sys.stderr, flush=True)
+            return
+        elapsed = perf_counter() - started
+        left = elapsed / done * (total - done)
+        line = f"reading the prompt: {done} of {total} tokens, {elapsed:.0f} s elapsed, about {left:.0f} s left"
+        print(f"{ERASE_LINE}{line}", end="", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _read_prompt(options: argparse.Namespace) -> str | list[dict[str, str]]:

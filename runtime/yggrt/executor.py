@@ -7,7 +7,7 @@ comes next, only how many come at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -56,7 +56,8 @@ class StageClock:
 class Decoder:
     """Decodes one sequence at a time with a drafter and a verifier.
 
-    table: float32[K, B], log a by (rank, log q); see `yggrt.artifacts.draft_inputs`.
+    table:      float32[K, B], log a by (rank, log q); see `yggrt.artifacts.draft_inputs`.
+    on_prefill: called with (tokens of the prompt read, tokens of the prompt) as the prefill goes on; None for nobody.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Decoder:
         self.plain_width = plain_width
         self.windows = attention_windows(verifier_cache.layouts)
         self.clock = StageClock()
+        self.on_prefill: Callable[[int, int], object] | None = None
         self._masks: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._extents: dict[int, Tensor] = {}
         self._indices = torch.arange(max(verify.limits.max_width, draft.limits.max_nodes))
@@ -122,6 +124,8 @@ class Decoder:
             masks = tuple(prefix_mask(positions, extent, window, cache.dtype) for window in self.windows)
             outputs = self._run_verify(torch.tensor(tokens[first:last]), positions, positions + 1, masks)
             cache.num_committed = last
+            if self.on_prefill is not None:
+                self.on_prefill(last, len(tokens))
         self.clock.add("prefill", started)
         return Round((int(outputs[0][-1]),), (float(outputs[1][-1]),), 0, len(tokens))
 

@@ -181,3 +181,13 @@ def test_the_breakdown_adds_up(toy_bundle, capsys):
     for row in rows:
         shares = [int(cell.rstrip("%")) for cell in row[-4:]]
         assert 98 <= sum(shares) <= 102 and all(share >= 0 for share in shares) and shares[0] > 0
+
+
+def test_on_a_terminal_loading_and_reading_a_long_prompt_are_shown_and_erased(toy_bundle, capsys, monkeypatch):
+    arguments = ["run", toy_bundle.path, "ab " * 140, "--raw", "--max-new-tokens", 2]
+    quiet = run(capsys, *arguments)
+    assert "reading" not in quiet[2] and "loading" not in quiet[2]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    code, out, err = run(capsys, *arguments)
+    assert code == 0 and out == quiet[1]
+    assert "loading" in err and "reading the prompt: 256 of" in err and err.count("\r\033[K") >= 3
