@@ -13,6 +13,7 @@ from yggc.build import build
 from yggc.config import BuildOptions
 from yggc.progress import Progress
 from yggc.stage_cache import cache_folder
+from yggrt.bench import NEAR_TIE, Pair, first_difference
 from yggrt.errors import YggError
 
 PROMPT = "Tom has 3 boxes with 12 apples each. He gives away 9 apples. How many are left? Explain step by step."
@@ -54,16 +55,16 @@ def table(engine: yggrt.Engine, plain: yggrt.GenerationResult, speculative: yggr
     return "\n".join(lines)
 
 
-def agreement(plain: yggrt.GenerationResult, speculative: yggrt.GenerationResult) -> str:
-    """Whether both runs said the same, and how close the call was where they did not."""
-    if plain.token_ids == speculative.token_ids:
-        return "both said exactly the same"
-    both = zip(plain.token_ids, speculative.token_ids, strict=False)
-    place = next((index for index, (one, other) in enumerate(both) if one != other), None)
-    if place is None:
-        return "one is a prefix of the other"
-    gaps = plain.gaps[place], speculative.gaps[place]
-    return f"they part at token {place}, where the verifier's two best logits lie {min(gaps):.3g} apart (a near tie)"
+def report_agreement(engine: yggrt.Engine, plain: yggrt.GenerationResult, speculative: yggrt.GenerationResult) -> int:
+    """Say whether both runs agree; 1 when they part where the verifier's two best logits do not nearly tie."""
+    assert engine.bundle is not None
+    difference = first_difference(0, Pair("demo", plain, speculative), NEAR_TIE[engine.bundle.manifest.dtype])
+    if difference is None:
+        print("both said exactly the same")
+        return 0
+    verdict = "a near tie" if difference.allowed else "FAILURE: no near tie"
+    print(f"they part at token {difference.token}, where the two best logits lie {difference.gap:.3g} apart: {verdict}")
+    return 0 if difference.allowed else 1
 
 
 def main() -> int:
@@ -83,8 +84,7 @@ def main() -> int:
     answer_speculatively = answer(engine, plain=False)
     print()
     print(table(engine, answer_plainly, answer_speculatively))
-    print(agreement(answer_plainly, answer_speculatively))
-    return 0
+    return report_agreement(engine, answer_plainly, answer_speculatively)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def _choose_head(
         def choose(folder: Path) -> None:
             model = load_model(drafter, torch.float32)
             text = _text_spec(verifier)
-            chosen = head_cut.choose_draft_vocabulary(model, verifier.tokenizer, text, vocab_size)
+            chosen = head_cut.choose_draft_vocabulary(model, verifier.tokenizer, text, vocab_size, drafter.context)
             (folder / "vocabulary.json").write_text(json.dumps(chosen))
 
         with progress.stage("cut the drafter's head", 10):

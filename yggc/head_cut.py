@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from yggc.checkpoints import silence_libraries
 from yggc.distill_data import fill_slots
+from yggrt.errors import CheckpointError
 from yggrt.text import TextCodec, TextSpec
 
 COVERAGE = 0.98
@@ -31,15 +32,20 @@ SMALLEST_VOCABULARY = 8 * STEP  # below it the whole output layer is cheap
 
 
 def choose_draft_vocabulary(
-    model: PreTrainedModel, tokenizer: Tokenizer, text: TextSpec, vocab_size: int, seed: int = 0
+    model: PreTrainedModel, tokenizer: Tokenizer, text: TextSpec, vocab_size: int, context: int, seed: int = 0
 ) -> tuple[int, ...] | None:
     """Ids the output layer keeps, ascending; None where cutting does not pay.
 
     model: the drafter, as transformers loads it. vocab_size: tokens of the tokenizer.
+    context: positions the drafter can attend to; one too short for an answer keeps its output layer whole.
+    Raises CheckpointError when the drafter's logits are not finite.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         return None
-    usage = token_usage(model, prompt_ids(tokenizer, text, seed), vocab_size, seed)
+    prompts = prompt_ids(tokenizer, text, seed)
+    if prompts.shape[1] + ANSWER_TOKENS > context:
+        return None
+    usage = token_usage(model, prompts, vocab_size, seed)
     order = torch.argsort(usage, descending=True, stable=True)
     covered = torch.cumsum(usage[order], dim=0) / usage.sum()
     needed = int((covered < COVERAGE).sum()) + 1
@@ -92,6 +98,8 @@ class UsageCounter(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """scores: float32[rows, logits]."""
+        if bool((torch.isnan(scores) | torch.isposinf(scores)).any()):  # -inf only bars a token
+            raise CheckpointError("the drafter's logits are not finite in float32; its weights are damaged")
         known = self.total.numel()
         self.total += torch.softmax(scores[:, :known].float(), dim=-1).sum(dim=0)
         scores[:, known:] = -torch.inf

@@ -12,6 +12,7 @@ from tests import toy
 from tests.yggc.checkpoint_makers import CHAT_TEMPLATE, make_tokenizer
 from yggc import head_cut
 from yggc.graphs import cut_head
+from yggrt.errors import CheckpointError
 from yggrt.text import TextSpec
 from yggrt.tree import TreeShape
 
@@ -79,8 +80,17 @@ def test_the_smallest_set_that_covers_is_chosen_and_small_vocabularies_are_left_
     usage = torch.zeros(20_000, dtype=torch.float64)
     usage[torch.arange(0, 20_000, 5)] = 1.0  # 4,000 tokens in use
     monkeypatch.setattr(head_cut, "token_usage", lambda *_: usage)
-    chosen = head_cut.choose_draft_vocabulary(None, make_tokenizer(), text, 20_000)
+    chosen = head_cut.choose_draft_vocabulary(None, make_tokenizer(), text, 20_000, 2048)
     assert len(chosen) == 4096 and list(chosen) == sorted(set(chosen)) and set(range(0, 20_000, 5)) <= set(chosen)
     monkeypatch.setattr(head_cut, "token_usage", lambda *_: torch.ones(20_000, dtype=torch.float64))
-    assert head_cut.choose_draft_vocabulary(None, make_tokenizer(), text, 20_000) is None
-    assert head_cut.choose_draft_vocabulary(None, make_tokenizer(), text, 300) is None
+    assert head_cut.choose_draft_vocabulary(None, make_tokenizer(), text, 20_000, 2048) is None
+    assert head_cut.choose_draft_vocabulary(None, make_tokenizer(), text, 300, 2048) is None
+    monkeypatch.setattr(head_cut, "token_usage", lambda *_: usage)
+    assert head_cut.choose_draft_vocabulary(None, make_tokenizer(), text, 20_000, head_cut.ANSWER_TOKENS) is None
+
+
+def test_a_drafter_whose_logits_are_not_finite_is_named():
+    model = toy.make_llama(6)
+    model.lm_head.weight.data[7] = float("nan")
+    with pytest.raises(CheckpointError, match="not finite"):
+        head_cut.token_usage(model, torch.randint(0, 64, (2, 5)), 60, seed=1)
