@@ -99,6 +99,8 @@ def make_engine(
     decoder = Decoder(
         Step("verify", eager_run(verify), verify.inputs, limits),
         Step("draft", eager_run(draft), draft.inputs, limits),
+        {},
+        shape.draft_width,
         KvCache(verify.layouts, limits, verify.dtype),
         KvCache(draft.layouts, limits, draft.dtype),
         torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),

@@ -1,69 +1,51 @@
-"""`yggc build`: inspect, export, profile, emit; each finished stage is kept and reused.
-
-Invariant: the bundle is written beside its place and renamed into it, so it is complete or absent.
-"""
+"""`yggc build`: inspect, head cut, kernels, export, profile, emit; each finished stage is kept and reused."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import re
-import shutil
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from yggc import __version__, export, graphs, head_cut
-from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
-from yggc.config import AUTO_DTYPE, DEFAULT_MAX_CONTEXT, DEFAULT_SHAPE, BuildOptions, fastest_dtype
-from yggc.inspect import PairSpec, inspect_pair, preflight
-from yggc.profile import PLAIN_WIDTHS, PROFILE_EXTENT, time_verify
+from yggc import export, graphs, head_cut, lowering, packing, profile
+from yggc import kernels as kernels_module
+from yggc.checkpoints import Checkpoint, affine_weights, load_model, open_checkpoint
+from yggc.config import DEFAULT_MAX_CONTEXT, DEFAULT_SHAPE, BuildOptions
+from yggc.emit import KERNELS_FILE, CompiledStep, Measured, emit_bundle, make_plan, text_spec
+from yggc.inspect import inspect_pair, preflight
+from yggc.kernels import TAG, compile_kernels
+from yggc.lowering import lower_to_kernels
 from yggc.progress import Progress
-from yggc.stage_cache import StageCache, cache_folder, place_folder, remove_abandoned
+from yggc.stage_cache import StageCache, cache_folder
 from yggrt import artifacts
-from yggrt.artifacts import (
-    STEP_ABI_VERSION,
-    LayerLayout,
-    Step,
-    StepLimits,
-    attention_windows,
-    load_package,
-    verify_inputs,
-)
-from yggrt.bundle import TOKENIZER_FILE
+from yggrt.artifacts import LayerLayout, StepLimits
 from yggrt.errors import BuildError, YggError
 from yggrt.executor import PREFILL_WIDTH
-from yggrt.kvcache import KvCache, rows_needed
-from yggrt.plan import (
-    MANIFEST_FILE,
-    PLAN_FILE,
-    Artifact,
-    BundleFile,
-    LatencyPoint,
-    Manifest,
-    ModelIdentity,
-    ModelLayout,
-    Plan,
-    Provenance,
-    TreePolicy,
-    identity_table,
-    sequential_schedule,
-    write_manifest,
-    write_plan,
-)
-from yggrt.target import Target, detect_target, piecewise_sha256, release
-from yggrt.text import TextSpec
+from yggrt.kvcache import rows_needed
+from yggrt.plan import MANIFEST_FILE, DraftGraph, LatencyPoint, Plan
+from yggrt.target import Target, detect_target
 
 NUM_KNOTS = 65
+FUSED_DEPTHS = (DEFAULT_SHAPE.draft_depth,) if DEFAULT_SHAPE.draft_depth > 1 else ()
 PACKAGE_FILE = "step.pt2"
+WEIGHTS_FILE = "weights.safetensors"
 RECORD_FILE = "step.json"
-SOURCES = (graphs, export, artifacts)  # a change in these makes kept artifacts worthless
+SOURCES = (
+    graphs,
+    export,
+    lowering,
+    packing,
+    kernels_module,
+    artifacts,
+)  # a change in these makes kept artifacts worthless
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +61,10 @@ class WantedStep:
     vocabulary: tuple[int, ...] | None
     entry: Path
 
-
-@dataclass(frozen=True, slots=True)
-class CompiledStep:
-    """A kept artifact of one model. layouts and hidden_size describe the model."""
-
-    wanted: WantedStep
-    layouts: tuple[LayerLayout, ...]
-    hidden_size: int
-
     @property
-    def package(self) -> Path:
-        """The compiled file."""
-        return self.wanted.entry / PACKAGE_FILE
+    def depth(self) -> int | None:
+        """Passes of a fused draft; None for the others."""
+        return int(self.role.removeprefix("draft.d")) if "." in self.role else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +84,6 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
     """
     cache = StageCache(cache_folder())
     target = detect_target(options.target)
-    if options.dtype == AUTO_DTYPE:
-        options = replace(options, dtype=fastest_dtype(target))
-        progress.say(f"  {options.dtype}, what {target.sku} computes fastest; --dtype chooses another")
-
     with progress.stage("inspect", 3):
         drafter, verifier = open_checkpoint(options.drafter), open_checkpoint(options.verifier)
         pair = inspect_pair(drafter, verifier)
@@ -127,13 +96,20 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
     vocabulary = _choose_head(cache, progress, options, drafter, verifier, pair.vocab_size)
     wanted = [
         _wanted_step(cache, target, options, verifier, "verify", pair.vocab_size, max_context, None),
-        _wanted_step(cache, target, options, drafter, "draft", pair.vocab_size, max_context, vocabulary),
+        *(
+            _wanted_step(cache, target, options, drafter, role, pair.vocab_size, max_context, vocabulary)
+            for role in ("draft", *(f"draft.d{depth}" for depth in FUSED_DEPTHS))
+        ),
     ]
-    verify, draft = _compile(cache, progress, options, wanted, pair.vocab_size)
-    curves = _profile(cache, progress, options, verify)
-    plan = _make_plan(options, target, draft, verify, max_context, curves)
+    kernels = _kernels(cache, progress, target)
+    steps = _compile(cache, progress, options, wanted, pair.vocab_size)
+    measured = _profile(cache, progress, options, kernels, steps)
+    verify, draft = steps[:2]
+    plan = make_plan(options, target, draft, verify, max_context, measured)
+    faster = {f"draft.d{graph.depth}" for graph in measured.draft_graphs if graph.fused}
     with progress.stage("emit", 5):
-        num_bytes = _emit(output, plan, target, verifier, pair, verify, draft)
+        kept = [step for step in steps if not step.is_fused or step.role in faster]
+        num_bytes = emit_bundle(output, plan, target, verifier, pair.vocab_size, kept, kernels)
     return BuildReport(output, plan, num_bytes, pair.notices)
 
 
@@ -183,7 +159,7 @@ def _choose_head(
 
         def choose(folder: Path) -> None:
             model = load_model(drafter, torch.float32)
-            text = _text_spec(verifier)
+            text = text_spec(verifier)
             chosen = head_cut.choose_draft_vocabulary(model, verifier.tokenizer, text, vocab_size, drafter.context)
             (folder / "vocabulary.json").write_text(json.dumps(chosen))
 
@@ -193,7 +169,23 @@ def _choose_head(
     return None if chosen is None else tuple(chosen)
 
 
-# ---- export ----
+# ---- kernels and export ----
+
+
+def _digest(*modules: ModuleType) -> list[str]:
+    return [hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in modules]
+
+
+def _kernels(cache: StageCache, progress: Progress, target: Target) -> Path:
+    """The library of kernels, compiled now or kept from before."""
+    key: dict[str, object] = {"tag": TAG, "sku": target.sku, "isa": target.instruction_set, "torch": torch.__version__}
+    entry = cache.entry("kernels", key | {"source": _digest(kernels_module)})
+    if cache.has(entry):
+        progress.reused("compile kernels")
+    else:
+        with progress.stage("compile kernels", 8):
+            cache.fill(entry, lambda folder: compile_kernels(folder / KERNELS_FILE))
+    return entry / KERNELS_FILE
 
 
 def _limits(max_context: int, context: int, vocab_size: int) -> StepLimits:
@@ -233,7 +225,7 @@ def _wanted_step(
         "isa": target.instruction_set,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "source": [hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in SOURCES],
+        "source": [TAG, *_digest(*SOURCES)],
     }
     return WantedStep(role, checkpoint, limits, vocabulary, cache.entry(role, key))
 
@@ -253,16 +245,25 @@ def _compile(
         if step.role not in models:
             progress.reused(name)
             continue
-        expected = 40 + 5 * step.checkpoint.config.get_text_config().num_hidden_layers
+        expected = 30 + 3 * step.checkpoint.config.get_text_config().num_hidden_layers
         with progress.stage(name, expected, f"export {step.role} {options.dtype} {step.checkpoint.fingerprint[:16]}"):
             cache.fill(step.entry, partial(_export, options, step, models.pop(step.role), vocab_size))
-    return [_read_step(step) for step in wanted]
+    entries = {step.role: step.entry for step in wanted}
+    return [_read_step(step, entries[step.role.split(".")[0]] / WEIGHTS_FILE) for step in wanted]
 
 
-def _read_step(step: WantedStep) -> CompiledStep:
+def _read_step(step: WantedStep, weights: Path) -> CompiledStep:
     record = json.loads((step.entry / RECORD_FILE).read_text())
-    layouts = tuple(LayerLayout(**layout) for layout in record["layouts"])
-    return CompiledStep(step, layouts, record["hidden_size"])
+    return CompiledStep(
+        role=step.role,
+        checkpoint=step.checkpoint,
+        limits=step.limits,
+        vocabulary=step.vocabulary,
+        package=step.entry / PACKAGE_FILE,
+        weights=weights,
+        layouts=tuple(LayerLayout(**layout) for layout in record["layouts"]),
+        hidden_size=record["hidden_size"],
+    )
 
 
 def _export(options: BuildOptions, wanted: WantedStep, model: PreTrainedModel, vocab_size: int, folder: Path) -> None:
@@ -271,8 +272,15 @@ def _export(options: BuildOptions, wanted: WantedStep, model: PreTrainedModel, v
             step = export.verify_step(model, vocab_size, wanted.limits)
         else:
             step = export.draft_pass(model, vocab_size, wanted.limits, wanted.vocabulary)
-        program = export.export_step(step)
+        if wanted.depth is not None:
+            step = export.fused_draft(step, DEFAULT_SHAPE.draft_width, wanted.depth)
+        levels = affine_weights(wanted.checkpoint, model)
+        program = lower_to_kernels(
+            export.export_step(step), {f"model.{name}": weights for name, weights in levels.items()}
+        )
         export.compile_step(program, folder / PACKAGE_FILE, options.threads, folder / "inductor")
+        if wanted.depth is None:  # a fused draft uses the weights of the draft pass
+            save_file(export.constants(program), folder / WEIGHTS_FILE)
     except YggError:
         raise
     except Exception as error:  # torch's exporters raise whatever their internals do
@@ -292,151 +300,27 @@ def _export(options: BuildOptions, wanted: WantedStep, model: PreTrainedModel, v
 
 
 def _profile(
-    cache: StageCache, progress: Progress, options: BuildOptions, verify: CompiledStep
-) -> tuple[LatencyPoint, ...]:
-    """Seconds of the verifier's step by width: which of them decodes plainly the fastest."""
-    entry = cache.entry(
-        "profile", {"verify": verify.wanted.entry.name, "widths": PLAIN_WIDTHS, "extent": PROFILE_EXTENT}
-    )
+    cache: StageCache, progress: Progress, options: BuildOptions, kernels: Path, steps: list[CompiledStep]
+) -> Measured:
+    """How fast the steps are, kept under what they are."""
+    key: dict[str, object] = {
+        "steps": [str(step.package.parent.name) for step in steps],
+        "kernels": kernels.parent.name,
+        "source": _digest(profile),
+    }
+    entry = cache.entry("profile", key)
+
+    def measure(folder: Path) -> None:
+        measured = profile.measure_steps(steps, kernels, getattr(torch, options.dtype), options.threads)
+        (folder / "measured.json").write_text(json.dumps(asdict(measured)))
+
     if cache.has(entry):
         progress.reused("profile")
     else:
         with progress.stage("profile", 10):
-            cache.fill(entry, lambda folder: _time_plain(folder, options, verify))
-    return tuple(LatencyPoint(**point) for point in json.loads((entry / "curves.json").read_text()))
-
-
-def _time_plain(folder: Path, options: BuildOptions, verify: CompiledStep) -> None:
-    dtype = getattr(torch, options.dtype)
-    limits = verify.wanted.limits
-    inputs = verify_inputs(attention_windows(verify.layouts), limits, dtype)
-    step = Step("verify", load_package(verify.package), inputs, limits)
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        extent = min(PROFILE_EXTENT, limits.kv_rows - 1)
-        points = time_verify(step, KvCache(verify.layouts, limits, dtype), PLAIN_WIDTHS, extent)
-    finally:
-        torch.set_num_threads(threads_before)
-    (folder / "curves.json").write_text(json.dumps([asdict(point) for point in points]))
-
-
-# ---- emit ----
-
-
-def _identity(step: CompiledStep, dtype: str) -> ModelIdentity:
-    layer, checkpoint = step.layouts[0], step.wanted.checkpoint
-    return ModelIdentity(
-        name=checkpoint.name,
-        architecture=str(checkpoint.config.model_type),
-        fingerprint=checkpoint.fingerprint,
-        dtype=dtype,
-        vocab_size=checkpoint.config.get_text_config().vocab_size,
-        context=checkpoint.context,
-        num_layers=len(step.layouts),
-        hidden_size=step.hidden_size,
-        num_key_value_heads=layer.num_heads,
-        head_dim=layer.key_dim,
-    )
-
-
-def _make_plan(
-    options: BuildOptions,
-    target: Target,
-    draft: CompiledStep,
-    verify: CompiledStep,
-    max_context: int,
-    curves: tuple[LatencyPoint, ...],
-) -> Plan:
-    shape = DEFAULT_SHAPE
-    children = draft.wanted.limits.num_children
-    vocabulary = draft.wanted.vocabulary
-    return Plan(
-        sku=target.sku,
-        target=target.kind,
-        dtype=options.dtype,
-        num_threads=options.threads,
-        max_context=max_context,
-        drafter=_identity(draft, options.dtype),
-        verifier=_identity(verify, options.dtype),
-        policy=TreePolicy(shape.draft_width, (shape.draft_depth,), (shape.verify_width,), children, vocabulary, shape),
-        schedule=sequential_schedule(),
-        acceptance_table=identity_table(children, NUM_KNOTS),
-        plain_width=min(curves, key=lambda point: point.seconds).width,
-        prediction=None,
-        curves=curves,
-        calibration=None,
-        provenance=Provenance(__version__, str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")),
-    )
-
-
-def _emit(
-    output: Path,
-    plan: Plan,
-    target: Target,
-    verifier: Checkpoint,
-    pair: PairSpec,
-    verify: CompiledStep,
-    draft: CompiledStep,
-) -> int:
-    """Write the bundle beside its place, then rename it into it. Returns its size in bytes."""
-    output = output.resolve()
-    scratch = output.with_name(f".{output.name}.{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    remove_abandoned(output.parent, re.escape(output.name))
-    try:
-        scratch.mkdir()
-        compiled = tuple(_place_artifact(scratch, step) for step in (verify, draft))
-        verifier.tokenizer.save(str(scratch / TOKENIZER_FILE))
-        write_plan(scratch / PLAN_FILE, plan)
-        manifest = Manifest(
-            step_abi_version=STEP_ABI_VERSION,
-            torch_version=release(torch.__version__),
-            target=target.kind,
-            architecture=target.architecture,
-            instruction_set=target.instruction_set,
-            sku=target.sku,
-            num_threads=plan.num_threads,
-            dtype=plan.dtype,
-            max_context=plan.max_context,
-            drafter=_layout(plan.drafter, draft, pair.vocab_size),
-            verifier=_layout(plan.verifier, verify, pair.vocab_size),
-            artifacts=compiled,
-            files=tuple(_listed(scratch / name) for name in (PLAN_FILE, TOKENIZER_FILE)),
-            text=_text_spec(verifier),
-        )
-        write_manifest(scratch, manifest)
-        place_folder(scratch, output)
-    except OSError as error:
-        raise BuildError(f"the bundle cannot be written to {output}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return sum(entry.num_bytes for entry in manifest.artifacts) + sum(entry.num_bytes for entry in manifest.files)
-
-
-def _place_artifact(folder: Path, step: CompiledStep) -> Artifact:
-    role = step.wanted.role
-    path = folder / f"{role}.pt2"
-    shutil.copyfile(step.package, path)
-    listed = _listed(path)
-    return Artifact(role, listed.file, listed.num_bytes, listed.digest, step.wanted.limits)
-
-
-def _listed(path: Path) -> BundleFile:
-    return BundleFile(path.name, path.stat().st_size, piecewise_sha256(path))
-
-
-def _layout(identity: ModelIdentity, step: CompiledStep, vocab_size: int) -> ModelLayout:
-    return ModelLayout(identity.fingerprint, vocab_size, identity.hidden_size, identity.context, step.layouts)
-
-
-def _text_spec(verifier: Checkpoint) -> TextSpec:
-    special = verifier.special_tokens
-    return TextSpec(
-        chat_template=verifier.chat_template,
-        bos_token=special.bos,
-        eos_token=special.eos,
-        unk_token=special.unk,
-        pad_token=special.pad,
-        eos_ids=verifier.eos_ids,
+            cache.fill(entry, measure)
+    record = json.loads((entry / "measured.json").read_text())
+    return Measured(
+        tuple(LatencyPoint(**point) for point in record["curves"]),
+        tuple(DraftGraph(**graph) for graph in record["draft_graphs"]),
     )

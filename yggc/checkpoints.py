@@ -21,9 +21,10 @@ from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel, __version__
 from transformers.utils import logging
 
-from yggc.gguf_file import GgufFile, gguf_config, gguf_state_dict, is_gguf, read_gguf
+from yggc.gguf_file import GgufFile, gguf_affine_weights, gguf_config, gguf_state_dict, is_gguf, read_gguf
 from yggc.gguf_tokenizer import gguf_tokenizer
 from yggc.model_support import causal_class, refuse_unsupported
+from yggc.packing import AffineWeights
 from yggc.text_files import (
     SpecialTokens,
     eos_ids,
@@ -297,6 +298,16 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     _check_loading(checkpoint, type(model).__name__, info)
     loaded: PreTrainedModel = model.eval()
     return loaded.requires_grad_(False)
+
+
+def affine_weights(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, AffineWeights]:
+    """The levels that a quantised checkpoint's matrices were read from, under every name the model has for them."""
+    if checkpoint.kind != "gguf":
+        return {}
+    found = gguf_affine_weights(read_gguf(checkpoint.path), checkpoint.config)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    by_memory = {parameters[name].data_ptr(): weights for name, weights in found.items()}
+    return {name: by_memory[value.data_ptr()] for name, value in parameters.items() if value.data_ptr() in by_memory}
 
 
 def _check_loading(checkpoint: Checkpoint, model_name: str, info: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     build.add_argument("-o", "--output", type=Path, metavar="DIR", help="default ./<drafter>+<verifier>.bundle")
     build.add_argument("--target", default="cpu", help="cpu (the default)")
     build.add_argument(
-        "--dtype", default="auto", help="bfloat16 or float32; default what this machine computes fastest"
+        "--dtype", default="float32", help="of activations and KV cache: float32 (the default) or bfloat16"
     )
     build.add_argument("--max-context", type=int, metavar="N", help="default the verifier's, up to 8192")
     build.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; default all cores")

@@ -6,21 +6,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from yggrt.target import Target
 from yggrt.tree import TreeShape
 
-AUTO_DTYPE = "auto"
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("float32", "bfloat16")
 TARGETS = ("cpu",)
-BFLOAT16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 DEFAULT_SHAPE = TreeShape(draft_width=8, draft_depth=4, verify_width=16)
 DEFAULT_MAX_CONTEXT = 8192
 SMALLEST_CONTEXT = 64
-
-
-def fastest_dtype(target: Target) -> str:
-    """bfloat16 where the CPU computes in it; elsewhere it is emulated, and a wide step takes twice the float32 time."""
-    return "bfloat16" if BFLOAT16_INSTRUCTIONS & set(target.instruction_set) else "float32"
 
 
 def usable_cores() -> int:
@@ -34,7 +26,8 @@ class BuildOptions:
 
     drafter, verifier: folder, hub id or GGUF file.
     output:            bundle folder; None names it after the pair.
-    dtype:             of weights, activations and KV cache; "auto" takes what this machine computes fastest.
+    dtype:             of activations and KV cache, and what weights are rounded to; packed weights take the room they
+                       need in it, see yggc.packing.
     max_context:       tokens a request may reach, prompt included; None takes the verifier's, at most
                        DEFAULT_MAX_CONTEXT.
     num_threads:       CPU threads the steps are compiled for.
@@ -44,14 +37,14 @@ class BuildOptions:
     verifier: str
     output: Path | None = None
     target: str = "cpu"
-    dtype: str = AUTO_DTYPE
+    dtype: str = DTYPES[0]
     max_context: int | None = None
     num_threads: int = 0
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise ValueError(f"target {self.target!r}: {', '.join(TARGETS)} is accepted")
-        if self.dtype not in (AUTO_DTYPE, *DTYPES):
+        if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r}: {' or '.join(DTYPES)} is accepted")
         if self.max_context is not None and self.max_context < SMALLEST_CONTEXT:
             raise ValueError(f"max-context {self.max_context}: at least {SMALLEST_CONTEXT} is accepted")

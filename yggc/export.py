@@ -1,7 +1,7 @@
 """Checkpoints to artifacts: `torch.export` of the step modules, then AOTInductor.
 
-Widths, extents and numbers of expanded and added nodes stay symbolic, so one artifact per model serves every shape, and
-the weights are packed once.
+Widths, extents and numbers of expanded and added nodes stay symbolic, so one artifact per model serves every shape. An
+artifact is code; the weights lie beside it, packed once for all artifacts of a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch._inductor.exc import CppCompileError
 from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
-from yggc.graphs import DraftPass, VerifyStep, layer_layouts
+from yggc.graphs import DraftPass, FusedDraft, VerifyStep, layer_layouts
+from yggc.kernels import c_interface, find_compiler, first_error_line
 from yggrt.artifacts import (
     MASK_VALUE,
     LayerLayout,
@@ -29,6 +30,7 @@ from yggrt.artifacts import (
     TensorSpec,
     attention_windows,
     draft_inputs,
+    fused_draft_inputs,
     verify_inputs,
 )
 from yggrt.errors import BuildError
@@ -70,6 +72,14 @@ def draft_pass(
     layouts = layer_layouts(model)
     module = DraftPass(model, layouts, vocab_size, limits.num_children, MASK_VALUE, vocabulary).eval()
     return StepModule("draft", module, draft_inputs(limits), layouts, limits, model.dtype)
+
+
+def fused_draft(one_pass: StepModule, draft_width: int, draft_depth: int) -> StepModule:
+    """`draft.dN`: draft_depth passes in one graph, with the weights of the one pass. draft_width: nodes each adds."""
+    assert isinstance(one_pass.module, DraftPass)
+    module = FusedDraft(one_pass.module, one_pass.limits, draft_width, draft_depth).eval()
+    inputs = fused_draft_inputs(one_pass.limits)
+    return StepModule(f"draft.d{draft_depth}", module, inputs, one_pass.layouts, one_pass.limits, one_pass.dtype)
 
 
 def example_inputs(step: StepModule, sizes: dict[str, int]) -> list[Tensor]:
@@ -122,16 +132,15 @@ def export_step(step: StepModule) -> ExportedProgram:
 
 
 def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch: Path) -> None:
-    """Compile an exported step for this machine's CPU into one package at `path`.
+    """Compile a program that was lowered to the kernels for this machine's CPU into one package at `path`.
 
-    freezing packs every linear's weights for the CPU's matrix kernels.
     scratch: folder for the compiler's own files; removed afterwards.
     Raises BuildError when there is no C++ compiler or it fails.
     """
-    require_compiler()
+    find_compiler()
     options = {
-        "freezing": True,
-        "cpp.enable_concat_linear": True,
+        "aot_inductor.custom_ops_to_c_shims": c_interface(),
+        "aot_inductor.package_constants_in_so": False,
         "cpp.threads": num_threads,
         "cpp.enable_kernel_profile": True,  # names each call for `yggrt bench --breakdown`; costs nothing unobserved
         "max_autotune": False,
@@ -140,7 +149,7 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
     place_before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch)
     try:
-        with torch.no_grad():  # freezing is skipped in silence where gradients are on
+        with torch.no_grad():
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except CppCompileError as error:
         raise BuildError(f"the C++ compiler failed on generated code: {first_error_line(str(error))}") from None
@@ -152,20 +161,10 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def require_compiler() -> None:
-    """Raises BuildError when there is no C++ compiler."""
-    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    if not any(shutil.which(name) for name in wanted):
-        raise BuildError(
-            f"no C++ compiler found (looked for {' and '.join(wanted)}); install one, or name it in CXX. "
-            "Only building needs it, running a bundle does not."
-        )
-
-
-def first_error_line(text: str) -> str:
-    """The line of a compiler's output that says what is wrong."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no output")
+def constants(program: ExportedProgram) -> dict[str, Tensor]:
+    """Everything an artifact of this program must be given when it is loaded, by name, each in memory of its own."""
+    tensors = {**program.state_dict, **program.constants}
+    return {name: value.detach().contiguous().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def eager_run(step: StepModule) -> RunStep:

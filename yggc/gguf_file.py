@@ -19,6 +19,7 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from yggc.model_support import causal_class
+from yggc.packing import BLOCK, AffineWeights
 from yggrt.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -31,6 +32,27 @@ ARCHITECTURES = {"llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "q
 """GGUF architecture -> transformers' model_type, for those whose conversion is undone here exactly."""
 
 ROPE_FREQUENCY_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class AffineBlock:
+    """How a GGUF type stores a block of 32 weights: a float16 scale, a float16 offset or none, and the levels.
+
+    zero: the level that means 0 where no offset is stored.
+    """
+
+    num_bytes: int
+    level_bytes: int
+    bits: int
+    zero: int | None
+
+
+AFFINE_BLOCKS = {
+    gguf.GGMLQuantizationType.Q4_0: AffineBlock(18, 16, 4, 8),
+    gguf.GGMLQuantizationType.Q4_1: AffineBlock(20, 16, 4, None),
+    gguf.GGMLQuantizationType.Q8_0: AffineBlock(34, 32, 8, 128),
+}
+"""Types whose blocks are kept as they are (yggc/packing.py); weights of the others are kept in float32."""
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
@@ -341,6 +363,39 @@ def gguf_state_dict(file: GgufFile, config: PretrainedConfig, dtype: torch.dtype
         weight = torch.cat([chunk.to(dtype) for chunk in _dequantised_chunks(file.path, tensor)]).view(tensor.shape)
         weights[name] = _heads_unpermuted(file, tensor.name, weight)
     return weights
+
+
+def gguf_affine_weights(file: GgufFile, config: PretrainedConfig) -> dict[str, AffineWeights]:
+    """By transformers' names, the levels, scales and offsets of those matrices whose blocks are simple enough."""
+    with torch.device("meta"):
+        names = _transformers_names(file, causal_class(config)(config))
+    found = {}
+    for tensor in file.tensors:
+        if tensor.type in AFFINE_BLOCKS and len(tensor.shape) == 2 and tensor.name in names:
+            levels, scales, offsets = (
+                _heads_unpermuted(file, tensor.name, part) for part in _affine_parts(file.path, tensor)
+            )
+            bits = AFFINE_BLOCKS[tensor.type].bits
+            found[names[tensor.name]] = AffineWeights(levels, scales, offsets, bits)
+    return found
+
+
+def _affine_parts(path: Path, tensor: GgufTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Levels uint8[N, K], scales and offsets float16[N, K / 32]."""
+    layout = AFFINE_BLOCKS[tensor.type]
+    rows, features = tensor.shape
+    blocks = torch.from_numpy(
+        np.memmap(path, np.uint8, "c", tensor.offset, (rows, features // BLOCK, layout.num_bytes))
+    )
+    scales = blocks[:, :, :2].contiguous().view(torch.float16)[:, :, 0]
+    stored = blocks[:, :, layout.num_bytes - layout.level_bytes :]
+    is_signed_bytes = layout.level_bytes == BLOCK  # adding 128 wraps around: -128 becomes 0
+    levels = stored + 128 if is_signed_bytes else torch.cat((stored & 15, stored >> 4), dim=2)
+    if layout.zero is None:
+        offsets = blocks[:, :, 2:4].contiguous().view(torch.float16)[:, :, 0]
+    else:
+        offsets = scales * -layout.zero
+    return levels.reshape(rows, features).contiguous(), scales.contiguous(), offsets.contiguous()
 
 
 def _transformers_names(file: GgufFile, model: torch.nn.Module) -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from yggrt.artifacts import LOG_Q_MIN, LayerLayout, attention_windows
+from yggrt.artifacts import DRAFT_ROWS, LOG_Q_MIN, LayerLayout, StepLimits, attention_windows
 from yggrt.errors import CheckpointError
 
 ATTENTION_NAME = "ygg_step"
@@ -288,6 +288,58 @@ class DraftPass(_CausalStep):
             candidate_tokens[kept],
             candidate_parents[kept],
         )
+
+
+class FusedDraft(nn.Module):
+    """All passes of one depth in one graph: see `yggrt.artifacts.fused_draft_inputs`."""
+
+    def __init__(self, one_pass: DraftPass, limits: StepLimits, draft_width: int, draft_depth: int) -> None:
+        super().__init__()
+        self.model = one_pass.model
+        self.register_buffer("vocabulary", one_pass.vocabulary)
+        self._pass = (one_pass,)  # no submodule: the weights keep the names they have in a draft pass, and are shared
+        self.limits = limits
+        self.draft_width, self.draft_depth = draft_width, draft_depth
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        num_visible: Tensor,
+        root: Tensor,
+        acceptance_table: Tensor,
+        extent: Tensor,
+        move_src: Tensor,
+        move_dst: Tensor,
+        kv_buffers: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        nodes, pool, width = self.limits.max_nodes, self.limits.pool_size, self.draft_width
+        index: dict[str, Any] = {"dtype": torch.int64, "device": tokens.device}
+        tree_tokens = torch.cat((tokens[1:], torch.zeros(nodes - 1, **index)))
+        none, empty_pool = torch.zeros(nodes, **index), torch.zeros(pool, **index)
+        ancestors = torch.arange(nodes * nodes, **index).view(nodes, nodes) == 0  # the root sees itself
+        state: tuple[Tensor, ...] = (
+            tree_tokens, none, none, none.float(), ancestors, empty_pool - torch.inf, empty_pool, empty_pool,
+        )  # fmt: skip
+        rows: tuple[Tensor, ...] = (
+            tokens,
+            positions,
+            slots,
+            num_visible,
+            torch.zeros(2, nodes, dtype=torch.bool, device=tokens.device),
+        )
+        expand_rows, expand_nodes = torch.arange(1, 2, **index), torch.arange(0, 1, **index)
+        for depth in range(self.draft_depth):
+            added = torch.arange(1 + depth * width, 1 + (depth + 1) * width, **index)
+            outputs = self._pass[0](
+                *rows, expand_rows, expand_nodes, added, root, *state, acceptance_table, extent, move_src, move_dst,
+                kv_buffers,
+            )  # fmt: skip
+            rows, state = outputs[: len(DRAFT_ROWS)], outputs[len(DRAFT_ROWS) :]
+            expand_rows, expand_nodes = torch.arange(0, width, **index), added
+            move_src = move_dst = torch.zeros(1, **index)  # the first pass has moved the rows
+        return state[:4]
 
 
 def cut_head(model: PreTrainedModel, vocabulary: tuple[int, ...]) -> None:

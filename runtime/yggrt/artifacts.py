@@ -1,20 +1,25 @@
 """Step ABI v1 and the compiled artifacts that speak it.
 
-An artifact is one AOTInductor package. It takes a flat list of tensors in the order written here, then the KV buffers
-(K and V of layer 0, of layer 1, …), which it changes in place, and returns a flat list. AOTInductor checks nothing of
-what it is given, so `Step` does.
+An artifact is one AOTInductor package: code alone. Its weights are given to it and shared with other artifacts of the
+same model, and its hot loops are called in a library of kernels. It takes a flat list of tensors in the order written
+here, then the KV buffers (K and V of layer 0, of layer 1, …), which it changes in place, and returns a flat list.
+AOTInductor checks nothing of what it is given, so `Step` does.
 
 Invariant: loading an artifact never runs a compiler and never starts a process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from yggrt.errors import ArtifactError
@@ -162,6 +167,26 @@ def draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
     )
 
 
+FUSED_DRAFT_OUTPUTS = ("tree_tokens", "tree_parents", "tree_depths", "tree_values")
+"""The tree after the last pass of a fused draft, as in DRAFT_STATE."""
+
+
+def fused_draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
+    """Inputs of `draft.dN`, N passes in one graph, ahead of the KV buffers: those of `draft_inputs` that the host sets.
+
+    tokens, positions, slots, num_visible: the token before the root (or a padding row) and the root.
+    """
+    index, real = torch.int64, torch.float32
+    return (
+        *(TensorSpec(name, index, (2,)) for name in ("tokens", "positions", "slots", "num_visible")),
+        TensorSpec("root", index, (2,)),
+        TensorSpec("acceptance_table", real, (limits.num_children, limits.num_knots)),
+        TensorSpec("extent", index, ("S",)),
+        TensorSpec("move_src", index, (limits.max_moves,)),
+        TensorSpec("move_dst", index, (limits.max_moves,)),
+    )
+
+
 RunStep = Callable[[list[Tensor]], list[Tensor]]
 
 
@@ -220,9 +245,29 @@ class Step:
         )
 
 
-def load_package(path: Path, device_index: int = -1) -> RunStep:
-    """Load one AOTInductor package whose file has already been checked against the manifest.
+def load_kernels(path: Path) -> None:
+    """Load the library of kernels that artifacts call; its names carry a tag, so that several may be loaded.
 
+    Raises ArtifactError in one line when the loader refuses the file.
+    """
+    try:
+        ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_GLOBAL)
+    except OSError as error:
+        raise ArtifactError(f"{path.name} cannot be loaded: {error}. Rebuild the bundle here.") from None
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """An artifact's constants by name, mapped from the file. Raises ArtifactError in one line."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(f"{path.name} cannot be read: {error}. Rebuild the bundle here.") from None
+
+
+def load_package(path: Path, weights: Mapping[str, Tensor], device_index: int = -1) -> RunStep:
+    """Load one AOTInductor package whose file has already been checked against the manifest, with its kernels loaded.
+
+    weights:      its constants, used where they are; the artifact keeps them alive.
     device_index: CUDA device, -1 for the CPU.
     Raises ArtifactError in one line when torch refuses the file.
     """
@@ -230,8 +275,18 @@ def load_package(path: Path, device_index: int = -1) -> RunStep:
     try:
         # model name, run_single_threaded, num_runners, device_index
         loader = loader_class(str(path), "model", False, 1, device_index)
+        constants = {name: weights[name] for name in loader.get_constant_fqns()}
+        loader.load_constants(constants, use_inactive=False, check_full_update=True, user_managed=True)
+    except KeyError as error:
+        raise ArtifactError(
+            f"{path.name} needs the constant {error}, which its weights lack. Rebuild the bundle."
+        ) from None
     except Exception as error:  # the loader raises RuntimeError subclasses and std::exception translations alike
         first_line = (str(error).splitlines() or ["no reason given"])[0]
         raise ArtifactError(f"{path.name} cannot be loaded: {first_line}. Rebuild the bundle here.") from None
-    run: RunStep = loader.boxed_run
+
+    def run(inputs: list[Tensor], keep: object = constants) -> list[Tensor]:
+        outputs: list[Tensor] = loader.boxed_run(inputs)
+        return outputs
+
     return run

@@ -22,8 +22,8 @@ from yggrt.tree import TreeShape
 EXTENT = 256
 REPEATS = 15
 BANDWIDTH_BYTES = 256 * 1024 * 1024
-LINEAR_CALLS = ("linear_pointwise", "mkl_linear", "mm_out", "addmm_out", "cpp_packed_gemm", "gemm")
-ATTENTION_CALLS = ("scaled_dot_product",)
+LINEAR_CALLS = ("cpu_ygg_linear",)
+ATTENTION_CALLS = ("cpu_ygg_attention",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _bytes_read(engine: Engine, name: str) -> int:
 
 
 def _weight_bytes(engine: Engine, role: str) -> int:
-    """Bytes of weights one step reads: the packed copies, without the embedding it looks up a few rows of."""
+    """Bytes of weights one step reads: all of them, except an embedding of its own, of which it looks up a few rows."""
     assert engine.bundle is not None
     manifest, plan = engine.bundle.manifest, engine.bundle.plan
     identity = plan.verifier if role == "verify" else plan.drafter

@@ -11,7 +11,17 @@ from time import perf_counter
 
 import torch
 
-from yggrt.artifacts import Step, attention_windows, draft_inputs, load_package, verify_inputs
+from yggrt.artifacts import (
+    Step,
+    TensorSpec,
+    attention_windows,
+    draft_inputs,
+    fused_draft_inputs,
+    load_kernels,
+    load_package,
+    load_weights,
+    verify_inputs,
+)
 from yggrt.engine import Engine
 from yggrt.errors import BundleFormatError
 from yggrt.executor import Decoder
@@ -142,11 +152,20 @@ def _make_decoder(bundle: Bundle) -> Decoder:
     manifest, plan = bundle.manifest, bundle.plan
     dtype = getattr(torch, manifest.dtype)
     verify, draft = _artifact(bundle, "verify"), _artifact(bundle, "draft")
-    inputs = verify_inputs(attention_windows(manifest.verifier.layers), verify.limits, dtype)
+    load_kernels(bundle.path / manifest.kernels)
+    weights = {name: load_weights(bundle.path / name) for name in {entry.weights for entry in manifest.artifacts}}
+
+    def step(artifact: Artifact, inputs: tuple[TensorSpec, ...]) -> Step:
+        run = load_package(bundle.path / artifact.file, weights[artifact.weights])
+        return Step(artifact.role, run, inputs, artifact.limits)
+
+    fused = {graph.depth: _artifact(bundle, f"draft.d{graph.depth}") for graph in plan.draft_graphs if graph.fused}
     table = plan.acceptance_table
     return Decoder(
-        Step("verify", load_package(bundle.path / verify.file), inputs, verify.limits),
-        Step("draft", load_package(bundle.path / draft.file), draft_inputs(draft.limits), draft.limits),
+        step(verify, verify_inputs(attention_windows(manifest.verifier.layers), verify.limits, dtype)),
+        step(draft, draft_inputs(draft.limits)),
+        {depth: step(artifact, fused_draft_inputs(artifact.limits)) for depth, artifact in fused.items()},
+        plan.policy.draft_width,
         KvCache(manifest.verifier.layers, verify.limits, dtype),
         KvCache(manifest.drafter.layers, draft.limits, dtype),
         torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),

@@ -7,7 +7,7 @@ comes next, only how many come at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -56,6 +56,7 @@ class StageClock:
 class Decoder:
     """Decodes one sequence at a time with a drafter and a verifier.
 
+    fused:      by depth, the graphs that draft a whole tree of `draft_width` at once; other trees grow pass by pass.
     table:      float32[K, B], log a by (rank, log q); see `yggrt.artifacts.draft_inputs`.
     on_prefill: called with (tokens of the prompt read, tokens of the prompt) as the prefill goes on; None for nobody.
     """
@@ -64,6 +65,8 @@ class Decoder:
         self,
         verify: Step,
         draft: Step,
+        fused: Mapping[int, Step],
+        draft_width: int,
         verifier_cache: KvCache,
         drafter_cache: KvCache,
         table: Tensor,
@@ -71,9 +74,11 @@ class Decoder:
         plain_width: int,
     ) -> None:
         self.verify, self.draft = verify, draft
+        self.fused, self.draft_width = fused, draft_width
         self.verifier_cache, self.drafter_cache = verifier_cache, drafter_cache
         verify.bind(verifier_cache.buffers, verifier_cache.layouts, verifier_cache.dtype)
-        draft.bind(drafter_cache.buffers, drafter_cache.layouts, drafter_cache.dtype)
+        for step in (draft, *fused.values()):
+            step.bind(drafter_cache.buffers, drafter_cache.layouts, drafter_cache.dtype)
         self.table = table
         self.max_context = max_context
         self.plain_width = plain_width
@@ -197,18 +202,35 @@ class Decoder:
     def draft_tree(self, tokens: Sequence[int], shape: TreeShape) -> Tree:
         """Grow a tree below the last committed token: draft_depth passes that add draft_width nodes each."""
         self.prefill_drafter(tokens)
-        num_tokens, width = len(tokens), shape.draft_width
+        num_tokens = len(tokens)
         head = self._head
         head[:, 0] = 0
         if num_tokens > 1:  # the token before the root: its row may be missing, running it again does no harm
             head[:, 0] = (tokens[-2], num_tokens - 2, num_tokens - 1, num_tokens - 1)
         head[:, 1] = (tokens[-1], num_tokens - 1, num_tokens, num_tokens)
         self._root[0], self._root[1] = num_tokens - 1, num_tokens
-        self._tree_tokens[0] = tokens[-1]
+        extent = self._extent_tensor(num_tokens + shape.capacity)
+        if shape.draft_depth in self.fused and shape.draft_width == self.draft_width:
+            state = self._run_fused(self.fused[shape.draft_depth], extent)
+        else:
+            state = self._run_passes(tokens[-1], shape, extent)
+        self.drafter_cache.num_committed = num_tokens
+        return Tree(state[0], state[1], state[2], state[3], shape.capacity)
+
+    def _run_fused(self, step: Step, extent: Tensor) -> Sequence[Tensor]:
+        cache = self.drafter_cache
+        started = perf_counter()
+        outputs = step(*self._head_rows.unbind(), self._root, self.table, extent, cache.move_src, cache.move_dst)
+        cache.moved()
+        self.clock.add("draft", started)
+        return outputs
+
+    def _run_passes(self, root_token: int, shape: TreeShape, extent: Tensor) -> Sequence[Tensor]:
+        width = shape.draft_width
+        self._tree_tokens[0] = root_token
         rows: tuple[Tensor, ...] = (*self._head_rows.unbind(), self._head_ancestors)
         state = self._empty_state
         expand_rows, expand_nodes = self._indices[1:2], self._indices[:1]
-        extent = self._extent_tensor(num_tokens + shape.capacity)
         for depth in range(shape.draft_depth):
             added = self._indices[1 + depth * width : 1 + (depth + 1) * width]
             started = perf_counter()
@@ -216,8 +238,7 @@ class Decoder:
             self.clock.add("draft", started)
             rows, state = tuple(outputs[: len(DRAFT_ROWS)]), tuple(outputs[len(DRAFT_ROWS) :])
             expand_rows, expand_nodes = self._indices[:width], added
-        self.drafter_cache.num_committed = num_tokens
-        return Tree(state[0], state[1], state[2], state[3], shape.capacity)
+        return state
 
     def _run_draft(
         self,

@@ -22,8 +22,8 @@ from yggrt.errors import BundleFormatError, PlanFormatError
 from yggrt.text import TextSpec
 from yggrt.tree import TreeShape
 
-FORMAT_VERSION = 1
-OLDEST_READABLE_VERSION = 1
+FORMAT_VERSION = 2
+OLDEST_READABLE_VERSION = 2
 
 PLAN_FILE = "plan.ygg"
 MANIFEST_FILE = "bundle.ygg"
@@ -34,6 +34,8 @@ MANIFEST_FORMAT = wire.FileFormat("bundle", b"YGGBNDL\0", FORMAT_VERSION, OLDEST
 TARGETS = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 ROLES = ("verify", "draft")
+"""A step each; the role `draft.dN` is N draft passes fused into one graph."""
+
 SCHEDULES = ("sequential",)
 STAGES = ("head_draft", "grow", "prune", "verify", "accept", "move", "depth", "tail_draft", "emit")
 RESOURCES = ("host", "device")
@@ -235,6 +237,23 @@ class LatencyPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftGraph:
+    """How trees of one depth are drafted: pass by pass, or by one graph with all passes fused, and what each took.
+
+    passes_s, fused_s: measured seconds of a whole draft, medians.
+    """
+
+    depth: int
+    fused: bool
+    passes_s: float
+    fused_s: float
+
+    def __post_init__(self) -> None:
+        _require(self.depth >= 1, f"a draft of depth {self.depth}")
+        _require(min(self.passes_s, self.fused_s) > 0, f"draft of depth {self.depth}: a measured time is above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What the search expects on text like the calibration's; seconds per output token, tokens per verifier call."""
 
@@ -284,6 +303,7 @@ class Plan:
     sku, target, dtype, num_threads: the machine and the number format it was made for; see yggrt.target.
     max_context: positions a request may reach, prompt included.
     plain_width: rows of the verify step that decodes plainly the fastest; all but one are padding.
+    draft_graphs: by depth, ascending; depths that are not named are drafted pass by pass.
     prediction, curves, calibration: None or empty where nothing was measured.
     """
 
@@ -298,6 +318,7 @@ class Plan:
     schedule: StageSchedule
     acceptance_table: AcceptanceTable
     plain_width: int
+    draft_graphs: tuple[DraftGraph, ...]
     prediction: Prediction | None
     curves: tuple[LatencyPoint, ...]
     calibration: CalibrationRecord | None
@@ -313,6 +334,11 @@ class Plan:
             1 <= self.max_context <= self.verifier.context,
             f"max_context={self.max_context} is not within the verifier's context of {self.verifier.context}",
         )
+        depths = tuple(graph.depth for graph in self.draft_graphs)
+        if depths:
+            _require_ascending("depths of draft_graphs", depths, 1)
+            unknown = sorted(set(depths) - set(self.policy.draft_depths))
+            _require(not unknown, f"draft_graphs names depths {unknown!s:.80}, which are not on the menu")
         self.policy.require_vocabulary(self.drafter.vocab_size)
         _require(
             math.isclose(self.acceptance_table.log_q_min, LOG_Q_MIN),
@@ -374,7 +400,8 @@ class ModelLayout:
 class Artifact:
     """One compiled file and the static sizes it was compiled with; the runtime checks every call against them.
 
-    digest: see yggrt.target.piecewise_sha256.
+    digest:  see yggrt.target.piecewise_sha256.
+    weights: file of the bundle that holds its constants; artifacts of one model share it.
     """
 
     role: str
@@ -382,15 +409,19 @@ class Artifact:
     num_bytes: int
     digest: str
     limits: StepLimits
+    weights: str
 
     def __post_init__(self) -> None:
-        _require_member("artifact role", self.role, ROLES)
+        is_fused = re.fullmatch(r"draft\.d[1-9][0-9]{0,2}", self.role) is not None
+        _require(
+            is_fused or self.role in ROLES, f"unknown artifact role {self.role!r:.80}; known: verify, draft, draft.dN"
+        )
         _require_file(self.file, self.num_bytes, self.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class BundleFile:
-    """Another file of the bundle: plan, tokenizer. digest: see yggrt.target.piecewise_sha256."""
+    """Another file of the bundle: plan, tokenizer, weights, kernels. digest: see yggrt.target.piecewise_sha256."""
 
     file: str
     num_bytes: int
@@ -408,6 +439,7 @@ class Manifest:
     architecture:    `x86_64`, `aarch64`, or a compute capability such as `sm_90`.
     instruction_set: CPU features the compiled code uses, of yggrt.target's names.
     num_threads:     the compiled loops were split for.
+    kernels:         file of the library that the artifacts call.
     """
 
     step_abi_version: int
@@ -423,6 +455,7 @@ class Manifest:
     verifier: ModelLayout
     artifacts: tuple[Artifact, ...]
     files: tuple[BundleFile, ...]
+    kernels: str
     text: TextSpec
 
     def __post_init__(self) -> None:
@@ -438,7 +471,11 @@ class Manifest:
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         _require(not twice, f"a bundle lists twice: {', '.join(twice):.200}")
         _require(MANIFEST_FILE not in names, f"{MANIFEST_FILE} lists itself")
+        needed = {self.kernels, *(artifact.weights for artifact in self.artifacts)}
+        missing = sorted(needed - {entry.file for entry in self.files})
+        _require(not missing, f"the files of the bundle lack {', '.join(missing):.200}")
         roles = [artifact.role for artifact in self.artifacts]
+        _require(len(set(roles)) == len(roles), f"a bundle has two artifacts of one role: {', '.join(roles):.200}")
         _require("verify" in roles, "a bundle needs an artifact of the role verify")
 
 

@@ -1,0 +1,208 @@
+"""The last stage of a build: the plan, and the bundle that holds it.
+
+Invariant: the bundle is written beside its place and renamed into it, so it is complete or absent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from yggc import __version__
+from yggc.checkpoints import Checkpoint
+from yggc.config import DEFAULT_SHAPE, BuildOptions
+from yggc.stage_cache import place_folder, remove_abandoned
+from yggrt.artifacts import STEP_ABI_VERSION, LayerLayout, StepLimits
+from yggrt.bundle import TOKENIZER_FILE
+from yggrt.errors import BuildError
+from yggrt.plan import (
+    PLAN_FILE,
+    Artifact,
+    BundleFile,
+    DraftGraph,
+    LatencyPoint,
+    Manifest,
+    ModelIdentity,
+    ModelLayout,
+    Plan,
+    Provenance,
+    TreePolicy,
+    identity_table,
+    sequential_schedule,
+    write_manifest,
+    write_plan,
+)
+from yggrt.target import Target, piecewise_sha256, release
+from yggrt.text import TextSpec
+
+KERNELS_FILE = "kernels.so"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """A kept artifact of one model.
+
+    package, weights:     the compiled file, and the file of its constants.
+    layouts, hidden_size: of the model.
+    """
+
+    role: str
+    checkpoint: Checkpoint
+    limits: StepLimits
+    vocabulary: tuple[int, ...] | None
+    package: Path
+    weights: Path
+    layouts: tuple[LayerLayout, ...]
+    hidden_size: int
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether this is a `draft.dN`."""
+        return "." in self.role
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the profile found. curves: the verifier's step; draft_graphs: how each depth drafts faster."""
+
+    curves: tuple[LatencyPoint, ...]
+    draft_graphs: tuple[DraftGraph, ...]
+
+
+def make_plan(
+    options: BuildOptions,
+    target: Target,
+    draft: CompiledStep,
+    verify: CompiledStep,
+    max_context: int,
+    measured: Measured,
+) -> Plan:
+    """The decisions of a build, with the measurements they rest on."""
+    shape, children = DEFAULT_SHAPE, draft.limits.num_children
+    return Plan(
+        sku=target.sku,
+        target=target.kind,
+        dtype=options.dtype,
+        num_threads=options.threads,
+        max_context=max_context,
+        drafter=_identity(draft, options.dtype),
+        verifier=_identity(verify, options.dtype),
+        policy=TreePolicy(
+            shape.draft_width, (shape.draft_depth,), (shape.verify_width,), children, draft.vocabulary, shape
+        ),
+        schedule=sequential_schedule(),
+        acceptance_table=identity_table(children, draft.limits.num_knots),
+        plain_width=min(measured.curves, key=lambda point: point.seconds).width,
+        draft_graphs=measured.draft_graphs,
+        prediction=None,
+        curves=measured.curves,
+        calibration=None,
+        provenance=Provenance(__version__, str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")),
+    )
+
+
+def emit_bundle(
+    output: Path,
+    plan: Plan,
+    target: Target,
+    verifier: Checkpoint,
+    vocab_size: int,
+    steps: list[CompiledStep],
+    kernels: Path,
+) -> int:
+    """Write the bundle beside its place, then rename it into it. Returns its size in bytes.
+
+    steps: `verify` and `draft`, then the fused drafts that the plan uses.
+    """
+    output = output.resolve()
+    scratch = output.with_name(f".{output.name}.{os.getpid()}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    remove_abandoned(output.parent, re.escape(output.name))
+    verify, draft = steps[:2]
+    try:
+        scratch.mkdir()
+        artifacts = tuple(_place_artifact(scratch, step) for step in steps)
+        for step in (verify, draft):
+            shutil.copyfile(step.weights, scratch / _weights_file(step.role))
+        shutil.copyfile(kernels, scratch / KERNELS_FILE)
+        verifier.tokenizer.save(str(scratch / TOKENIZER_FILE))
+        write_plan(scratch / PLAN_FILE, plan)
+        others = (PLAN_FILE, TOKENIZER_FILE, KERNELS_FILE, *(_weights_file(step.role) for step in (verify, draft)))
+        manifest = Manifest(
+            step_abi_version=STEP_ABI_VERSION,
+            torch_version=release(torch.__version__),
+            target=target.kind,
+            architecture=target.architecture,
+            instruction_set=target.instruction_set,
+            sku=target.sku,
+            num_threads=plan.num_threads,
+            dtype=plan.dtype,
+            max_context=plan.max_context,
+            drafter=_layout(plan.drafter, draft, vocab_size),
+            verifier=_layout(plan.verifier, verify, vocab_size),
+            artifacts=artifacts,
+            files=tuple(_listed(scratch / name) for name in others),
+            kernels=KERNELS_FILE,
+            text=text_spec(verifier),
+        )
+        write_manifest(scratch, manifest)
+        place_folder(scratch, output)
+    except OSError as error:
+        raise BuildError(f"the bundle cannot be written to {output}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return sum(entry.num_bytes for entry in manifest.artifacts) + sum(entry.num_bytes for entry in manifest.files)
+
+
+def text_spec(verifier: Checkpoint) -> TextSpec:
+    """How the verifier's text is encoded and where it ends."""
+    special = verifier.special_tokens
+    return TextSpec(
+        chat_template=verifier.chat_template,
+        bos_token=special.bos,
+        eos_token=special.eos,
+        unk_token=special.unk,
+        pad_token=special.pad,
+        eos_ids=verifier.eos_ids,
+    )
+
+
+def _identity(step: CompiledStep, dtype: str) -> ModelIdentity:
+    layer, checkpoint = step.layouts[0], step.checkpoint
+    return ModelIdentity(
+        name=checkpoint.name,
+        architecture=str(checkpoint.config.model_type),
+        fingerprint=checkpoint.fingerprint,
+        dtype=dtype,
+        vocab_size=checkpoint.config.get_text_config().vocab_size,
+        context=checkpoint.context,
+        num_layers=len(step.layouts),
+        hidden_size=step.hidden_size,
+        num_key_value_heads=layer.num_heads,
+        head_dim=layer.key_dim,
+    )
+
+
+def _weights_file(role: str) -> str:
+    return f"{role.split('.')[0]}.weights"
+
+
+def _place_artifact(folder: Path, step: CompiledStep) -> Artifact:
+    path = folder / f"{step.role}.pt2"
+    shutil.copyfile(step.package, path)
+    listed = _listed(path)
+    return Artifact(step.role, listed.file, listed.num_bytes, listed.digest, step.limits, _weights_file(step.role))
+
+
+def _listed(path: Path) -> BundleFile:
+    return BundleFile(path.name, path.stat().st_size, piecewise_sha256(path))
+
+
+def _layout(identity: ModelIdentity, step: CompiledStep, vocab_size: int) -> ModelLayout:
+    return ModelLayout(identity.fingerprint, vocab_size, identity.hidden_size, identity.context, step.layouts)

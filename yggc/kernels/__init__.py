@@ -1,0 +1,138 @@
+"""The CPU kernels: their C++ source, its compilation, and the torch operators that stand for them in a traced graph.
+
+AOTInductor's code calls the kernels through their C interface. A name carries a tag made of the source, so that bundles
+built from different sources can be loaded into one process. In Python the operators compute a reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.cpp_extension import include_paths
+
+from yggc.packing import Format, PackedMatrix, num_rows, unpack
+from yggrt.errors import BuildError
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+TAG = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
+COMPILERS = ("g++", "clang++")
+
+
+def _linear(inputs: Tensor, weights: Tensor, columns: int, format: int) -> Tensor:
+    matrix = unpack(PackedMatrix(weights, columns, inputs.shape[-1], Format(format)))
+    return functional.linear(inputs.float(), matrix).to(inputs.dtype)
+
+
+def _linear_shape(inputs: Tensor, weights: Tensor, columns: int, format: int) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], columns))
+
+
+def _embedding(tokens: Tensor, weights: Tensor, features: int, format: int, narrow: bool) -> Tensor:
+    rows = num_rows(weights, features, Format(format))
+    matrix = unpack(PackedMatrix(weights, rows, features, Format(format)))
+    return matrix[tokens].to(torch.bfloat16 if narrow else torch.float32)
+
+
+def _embedding_shape(tokens: Tensor, weights: Tensor, features: int, format: int, narrow: bool) -> Tensor:
+    return tokens.new_empty((*tokens.shape, features), dtype=torch.bfloat16 if narrow else torch.float32)
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    rows = functional.scaled_dot_product_attention(
+        queries[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return rows[0].transpose(0, 1).contiguous()
+
+
+def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return queries.new_empty((queries.shape[1], queries.shape[0], values.shape[2]))
+
+
+_LIBRARY = torch.library.Library("yggc", "DEF")
+_SIGNATURES = {
+    "linear": "(Tensor inputs, Tensor weights, int columns, int format) -> Tensor",
+    "embedding": "(Tensor tokens, Tensor weights, int features, int format, bool narrow) -> Tensor",
+    "attention": "(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor",
+}
+_REFERENCES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "linear": (_linear, _linear_shape),
+    "embedding": (_embedding, _embedding_shape),
+    "attention": (_attention, _attention_shape),
+}
+_C_ARGUMENTS = {"Tensor": "AtenTensorHandle", "int": "int64_t", "bool": "int32_t", "float": "double"}
+
+
+def _operator_name(kernel: str) -> str:
+    return f"ygg_{kernel}_{TAG}"
+
+
+def _define() -> SimpleNamespace:
+    """Register the operators: `linear`, `embedding` and `attention` of the result are their overloads."""
+    operators = {}
+    for kernel, signature in _SIGNATURES.items():
+        name = _operator_name(kernel)
+        reference, shape = _REFERENCES[kernel]
+        _LIBRARY.define(f"{name}{signature}")
+        _LIBRARY.impl(name, reference, "CPU")
+        torch.library.register_fake(f"yggc::{name}", shape, lib=_LIBRARY)
+        operators[kernel] = getattr(torch.ops.yggc, name).default
+    return SimpleNamespace(**operators)
+
+
+OPERATORS = _define()
+"""linear(inputs [..., K], packed [N, K]) -> [..., N]; embedding(tokens [...], packed [N, K]) -> [..., K];
+attention(queries [heads, W, dim], keys, values [kv_heads, S, dim], mask [W, S], scale) -> [W, heads, dim]."""
+
+
+def c_interface() -> dict[torch._ops.OpOverload, list[str]]:
+    """Operator -> C declaration of its kernel, as AOTInductor wants it."""
+    declarations = {}
+    for kernel, signature in _SIGNATURES.items():
+        arguments = signature[1 : signature.index(")")].split(", ")
+        types = [_C_ARGUMENTS[argument.split()[0]] for argument in arguments]
+        call = f"AOTITorchError aoti_torch_cpu_{_operator_name(kernel)}({', '.join(types)}, AtenTensorHandle*)"
+        declarations[getattr(OPERATORS, kernel)] = [call]
+    return declarations
+
+
+def find_compiler() -> str:
+    """The C++ compiler: CXX, else g++, else clang++. Raises BuildError when there is none."""
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
+    for name in wanted:
+        if found := shutil.which(name):
+            return found
+    raise BuildError(
+        f"no C++ compiler found (looked for {' and '.join(wanted)}); install one, or name it in CXX. "
+        "Only building needs it, running a bundle does not."
+    )
+
+
+def compile_kernels(path: Path) -> None:
+    """Compile the kernels for this machine's CPU into a shared library at `path`.
+
+    Raises BuildError when there is no compiler or it fails.
+    """
+    libraries = Path(torch.__file__).parent / "lib"
+    command = [
+        find_compiler(), "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared",
+        "-w", f"-DYGG_TAG={TAG}", *(f"-I{folder}" for folder in include_paths()), str(SOURCE), "-o", str(path),
+        f"-L{libraries}", "-ltorch_cpu", "-lc10",
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise BuildError(f"the C++ compiler failed on the kernels: {first_error_line(run.stderr)}")
+
+
+def first_error_line(text: str) -> str:
+    """The line of a compiler's output that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no output")

@@ -1,0 +1,675 @@
+// The CPU's hot loops: products with packed weights, rows of a packed embedding, attention over the KV buffers.
+//
+// Invariant: a row's result depends on that row alone. Every sum runs in one order, over the features of a product and
+// over the slots of an attention, whatever the number of rows, the extent, or where in a tree a row stands; an invisible
+// slot adds exactly nothing. So a token decoded alone and the same token verified in a tree give the same bits.
+//
+// Weights are kept in the smallest format that holds them exactly (yggc/packing.py writes it) and multiplied in float32.
+// A matrix [N, K] lies in panels of PANEL rows; a panel holds, feature after feature, its PANEL weights.
+
+#include <omp.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int PANEL = 32;      // weights side by side; yggc/packing.py has the same number
+constexpr int BLOCK = 32;      // features that share a scale and an offset; as in yggc/packing.py
+constexpr int CHUNK = 64;      // features decoded at a time, so that they stay in the first-level cache
+constexpr int TILE_VECTORS = PANEL / LANES < 2 ? 1 : 2;
+constexpr int TILE_COLUMNS = TILE_VECTORS * LANES;
+constexpr int TILE_ROWS = LANES == 8 ? 4 : 8;  // accumulators of a tile fill the registers
+constexpr int QUERY_ROWS = 12;  // rows that share the work on a head's keys
+constexpr int VALUE_VECTORS = 4;
+constexpr int VALUE_ROWS = LANES == 8 ? 2 : 4;
+
+typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t IntVector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t HalfBits __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef uint32_t UintVector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
+inline Vector broadcast(float value) { return value - Vector{}; }
+
+inline Vector read_float32(const uint8_t* from) { return load(reinterpret_cast<const float*>(from)); }
+
+inline Vector read_bfloat16(const uint8_t* from) {
+#if defined(__AVX512F__)
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return reinterpret_cast<Vector>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+#elif defined(__AVX2__)
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return reinterpret_cast<Vector>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+#else
+  const UintVector bits = __builtin_convertvector(*reinterpret_cast<const HalfBits*>(from), UintVector) << 16;
+  return reinterpret_cast<const Vector&>(bits);
+#endif
+}
+
+inline Vector read_float16(const uint8_t* from) {
+#if defined(__F16C__) && defined(__AVX512F__)
+  return reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__)
+  return reinterpret_cast<Vector>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  Vector value;
+  for (int lane = 0; lane < LANES; ++lane) {
+    _Float16 half;
+    std::memcpy(&half, from + lane * 2, 2);
+    value[lane] = static_cast<float>(half);
+  }
+  return value;
+#endif
+}
+
+inline IntVector from_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<IntVector>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<IntVector>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const Bytes*>(from), IntVector);
+#endif
+}
+
+inline float bfloat16_value(uint16_t bits) {
+  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+inline uint16_t to_bfloat16(float value) {  // to the nearest, ties to even, as torch does
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (value != value) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void put(float* to, float value) { *to = value; }
+inline void put(uint16_t* to, float value) { *to = to_bfloat16(value); }
+inline void put_vector(float* to, Vector value) { store(to, value); }
+inline void put_vector(uint16_t* to, Vector value) {
+  for (int lane = 0; lane < LANES; ++lane) put(to + lane, value[lane]);
+}
+
+// ---- packed formats ----
+//
+// Each visits features [first, first + count) of TILE_COLUMNS weights of a panel, from `column` on: use(feature, weights).
+
+struct Weights {
+  Vector part[TILE_VECTORS];
+};
+
+template <int BYTES, Vector (*READ)(const uint8_t*)>
+struct Plain {
+  static int64_t panel_bytes(int64_t features) { return features * PANEL * BYTES; }
+  template <class Use>
+  static inline __attribute__((always_inline)) void visit(
+      const uint8_t* panel, int column, int64_t first, int64_t count, Use&& use) {
+    const uint8_t* from = panel + (first * PANEL + column) * BYTES;
+    for (int64_t feature = 0; feature < count; ++feature, from += PANEL * BYTES) {
+      Weights weights;
+      for (int v = 0; v < TILE_VECTORS; ++v) weights.part[v] = READ(from + v * LANES * BYTES);
+      use(feature, weights);
+    }
+  }
+};
+
+using Float32 = Plain<4, read_float32>;
+using BFloat16 = Plain<2, read_bfloat16>;
+using Float16 = Plain<2, read_float16>;
+
+// weight = level * scale + offset; a block is BLOCK features of PANEL weights: scales and offsets (float16), then levels.
+// With 4 bits a byte holds the levels of two neighbouring features, the first in its low half.
+template <int BITS>
+struct Affine {
+  static constexpr int64_t BLOCK_BYTES = PANEL * 4 + BLOCK * PANEL * BITS / 8;
+  static int64_t panel_bytes(int64_t features) { return features / BLOCK * BLOCK_BYTES; }
+  template <class Use>
+  static inline __attribute__((always_inline)) void visit(
+      const uint8_t* panel, int column, int64_t first, int64_t count, Use&& use) {
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+      const uint8_t* block = panel + (first + begin) / BLOCK * BLOCK_BYTES;
+      const uint8_t* levels = block + PANEL * 4 + column;
+      Weights scale, offset;
+      for (int v = 0; v < TILE_VECTORS; ++v) {
+        scale.part[v] = read_float16(block + (column + v * LANES) * 2);
+        offset.part[v] = read_float16(block + (PANEL + column + v * LANES) * 2);
+      }
+      for (int64_t feature = begin; feature < begin + BLOCK; feature += 8 / BITS, levels += PANEL) {
+        IntVector stored[TILE_VECTORS];
+        for (int v = 0; v < TILE_VECTORS; ++v) stored[v] = from_bytes(levels + v * LANES);
+        for (int part = 0; part < 8 / BITS; ++part) {
+          Weights weights;
+          for (int v = 0; v < TILE_VECTORS; ++v) {
+            const IntVector level = BITS == 8 ? stored[v] : part ? stored[v] >> 4 : stored[v] & 15;
+            weights.part[v] = __builtin_convertvector(level, Vector) * scale.part[v] + offset.part[v];
+          }
+          use(feature + part, weights);
+        }
+      }
+    }
+  }
+};
+
+using Affine8 = Affine<8>;
+using Affine4 = Affine<4>;
+
+// Features [first, first + count) of a panel as float32 [count, PANEL].
+template <class Packed>
+void decode(const uint8_t* panel, int64_t first, int64_t count, float* out) {
+  for (int column = 0; column < PANEL; column += TILE_COLUMNS)
+    Packed::visit(panel, column, first, count, [&](int64_t feature, const Weights& weights) {
+      for (int v = 0; v < TILE_VECTORS; ++v) store(out + feature * PANEL + column + v * LANES, weights.part[v]);
+    });
+}
+
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, AFFINE8 = 3, AFFINE4 = 4 };
+
+template <class Visitor>
+bool with_format(int64_t format, Visitor&& visit) {
+  switch (format) {
+    case FLOAT32: visit(Float32{}); return true;
+    case BFLOAT16: visit(BFloat16{}); return true;
+    case FLOAT16: visit(Float16{}); return true;
+    case AFFINE8: visit(Affine8{}); return true;
+    case AFFINE4: visit(Affine4{}); return true;
+    default: return false;
+  }
+}
+
+// ---- products ----
+
+// sums[ROWS, TILE_COLUMNS] of a tile, one feature after the other; `visit` calls with each feature's weights.
+template <int ROWS>
+struct Tile {
+  Vector sum[ROWS][TILE_VECTORS];
+
+  inline __attribute__((always_inline)) void add(const float* inputs, int64_t stride, const Weights& weights) {
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row) {
+      const Vector input = broadcast(inputs[row * stride]);
+#pragma GCC unroll 2
+      for (int v = 0; v < TILE_VECTORS; ++v) sum[row][v] += input * weights.part[v];
+    }
+  }
+
+  inline __attribute__((always_inline)) void read(const float* from) {
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+      for (int v = 0; v < TILE_VECTORS; ++v) sum[row][v] = load(from + row * PANEL + v * LANES);
+  }
+
+  inline __attribute__((always_inline)) void write(float* to) const {
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+      for (int v = 0; v < TILE_VECTORS; ++v) store(to + row * PANEL + v * LANES, sum[row][v]);
+  }
+};
+
+// sums[ROWS, PANEL] += inputs[ROWS, first to first + count] x the panel's weights.
+template <class Packed, int ROWS>
+void multiply_tile(
+    const float* inputs, int64_t stride, const uint8_t* panel, int64_t first, int64_t count, float* sums) {
+  for (int column = 0; column < PANEL; column += TILE_COLUMNS) {
+    Tile<ROWS> tile;
+    tile.read(sums + column);
+    const float* from = inputs + first;
+    Packed::visit(panel, column, first, count, [&](int64_t feature, const Weights& weights) {
+      tile.add(from + feature, stride, weights);
+    });
+    tile.write(sums + column);
+  }
+}
+
+template <class Packed>
+void multiply_few(
+    int64_t rows, const float* inputs, int64_t stride, const uint8_t* panel, int64_t first, int64_t count, float* sums) {
+  switch (rows) {
+    case 1: multiply_tile<Packed, 1>(inputs, stride, panel, first, count, sums); break;
+    case 2: multiply_tile<Packed, 2>(inputs, stride, panel, first, count, sums); break;
+    case 3: multiply_tile<Packed, 3>(inputs, stride, panel, first, count, sums); break;
+    case 4: multiply_tile<Packed, 4>(inputs, stride, panel, first, count, sums); break;
+    case 5: multiply_tile<Packed, 5>(inputs, stride, panel, first, count, sums); break;
+    case 6: multiply_tile<Packed, 6>(inputs, stride, panel, first, count, sums); break;
+    case 7: multiply_tile<Packed, 7>(inputs, stride, panel, first, count, sums); break;
+    case 8: multiply_tile<Packed, 8>(inputs, stride, panel, first, count, sums); break;
+    default: break;
+  }
+}
+
+struct Aligned {
+  float* data;
+  explicit Aligned(int64_t count) : data(static_cast<float*>(operator new(count * 4, std::align_val_t(64)))) {}
+  ~Aligned() { operator delete(data, std::align_val_t(64)); }
+  Aligned(const Aligned&) = delete;
+  Aligned& operator=(const Aligned&) = delete;
+};
+
+// outputs[rows, columns] = inputs[rows, features] x weights[columns, features] transposed. Few rows take their weights
+// straight from the packed panel; for many it is decoded once, a chunk at a time.
+template <class Packed, class Element>
+void multiply(
+    const float* inputs, int64_t rows, int64_t features, const uint8_t* weights, int64_t columns, Element* outputs) {
+  const int64_t panels = (columns + PANEL - 1) / PANEL;
+#pragma omp parallel
+  {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    Aligned sums(rows * PANEL);
+    alignas(64) float decoded[CHUNK * PANEL];
+    for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; ++panel) {
+      const uint8_t* packed = weights + panel * Packed::panel_bytes(features);
+      std::fill_n(sums.data, rows * PANEL, 0.0f);
+      if (rows <= TILE_ROWS) {
+        multiply_few<Packed>(rows, inputs, features, packed, 0, features, sums.data);
+      } else {
+        for (int64_t first = 0; first < features; first += CHUNK) {
+          const int64_t count = std::min<int64_t>(CHUNK, features - first);
+          decode<Packed>(packed, first, count, decoded);
+          for (int64_t row = 0; row < rows; row += TILE_ROWS)
+            multiply_few<Float32>(
+                std::min<int64_t>(TILE_ROWS, rows - row), inputs + row * features + first, features,
+                reinterpret_cast<const uint8_t*>(decoded), 0, count, sums.data + row * PANEL);
+        }
+      }
+      const int64_t begin = panel * PANEL, width = std::min<int64_t>(PANEL, columns - begin);
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t column = 0; column < width; ++column)
+          put(outputs + row * columns + begin + column, sums.data[row * PANEL + column]);
+    }
+  }
+}
+
+// ---- rows of an embedding ----
+
+template <class Packed, class Element>
+void gather(const int64_t* tokens, int64_t count, const uint8_t* weights, int64_t features, Element* outputs) {
+  alignas(64) float decoded[CHUNK * PANEL];
+  for (int64_t index = 0; index < count; ++index) {
+    const uint8_t* packed = weights + tokens[index] / PANEL * Packed::panel_bytes(features);
+    const int64_t column = tokens[index] % PANEL;
+    for (int64_t first = 0; first < features; first += CHUNK) {
+      const int64_t chunk = std::min<int64_t>(CHUNK, features - first);
+      decode<Packed>(packed, first, chunk, decoded);
+      for (int64_t feature = 0; feature < chunk; ++feature)
+        put(outputs + index * features + first + feature, decoded[feature * PANEL + column]);
+    }
+  }
+}
+
+// ---- attention ----
+
+inline Vector exponential(Vector x) {  // x <= 0; exactly 0 below -87, and within 2 units in the last place above
+  const Vector turns = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const Vector rest = (x - turns * 0.693359375f) + turns * 2.12194440e-4f;
+  Vector sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * rest * rest + rest + 1.0f;
+  const IntVector exponent = (__builtin_convertvector(turns, IntVector) + 127) << 23;
+  return x < -87.0f ? Vector{} : sum * reinterpret_cast<const Vector&>(exponent);
+}
+
+inline float element(const float* from, int64_t index) { return from[index]; }
+inline float element(const uint16_t* from, int64_t index) { return bfloat16_value(from[index]); }
+inline Vector elements(const float* from) { return load(from); }
+inline Vector elements(const uint16_t* from) { return read_bfloat16(reinterpret_cast<const uint8_t*>(from)); }
+
+struct AttentionSizes {
+  int64_t width, heads, kv_heads, key_dim, value_dim, extent;
+  int64_t query_row, query_head, key_head, value_head, mask_row;  // strides, in elements
+  float scale;
+};
+
+constexpr float INVISIBLE = -20000.0f;  // a mask below it hides its slot
+
+template <int DISTANCE, std::size_t... LANE>
+inline void exchange(Vector& low, Vector& high, std::index_sequence<LANE...>) {
+  const Vector first = low, second = high;
+  low = __builtin_shufflevector(first, second, ((LANE & DISTANCE) ? LANES + LANE - DISTANCE : LANE)...);
+  high = __builtin_shufflevector(first, second, ((LANE & DISTANCE) ? LANES + LANE : LANE + DISTANCE)...);
+}
+
+template <int DISTANCE>
+inline __attribute__((always_inline)) void exchange_all(Vector* rows) {
+#pragma GCC unroll 16
+  for (int row = 0; row < LANES; ++row)
+    if (!(row & DISTANCE)) exchange<DISTANCE>(rows[row], rows[row | DISTANCE], std::make_index_sequence<LANES>{});
+  if constexpr (DISTANCE * 2 < LANES) exchange_all<DISTANCE * 2>(rows);
+}
+
+// keys [LANES slots, dim] as turned [dim, LANES slots]; slots from `count` on are zero.
+template <class Element>
+void turn_keys(const Element* keys, int64_t dim, int64_t count, float* turned) {
+  int64_t first = 0;
+  if (count == LANES)
+    for (; first + LANES <= dim; first += LANES) {
+      Vector rows[LANES];
+#pragma GCC unroll 16
+      for (int slot = 0; slot < LANES; ++slot) rows[slot] = elements(keys + slot * dim + first);
+      exchange_all<1>(rows);
+#pragma GCC unroll 16
+      for (int row = 0; row < LANES; ++row) store(turned + (first + row) * LANES, rows[row]);
+    }
+  for (; first < dim; ++first)
+    for (int64_t slot = 0; slot < LANES; ++slot)
+      turned[first * LANES + slot] = slot < count ? element(keys, slot * dim + first) : 0.0f;
+}
+
+template <int ROWS>
+inline void score_rows(const float* queries, const float* turned, int64_t dim, float* scores, int64_t stride) {
+  Vector sum[ROWS] = {};
+  for (int64_t index = 0; index < dim; ++index) {
+    const Vector key = load(turned + index * LANES);
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; ++row) sum[row] += broadcast(queries[row * dim + index]) * key;
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; ++row) store(scores + row * stride, sum[row]);
+}
+
+// to[row][at ...] = the values of VECTORS * LANES dimensions, weighed slot after slot, over total[row].
+template <int VECTORS, class Element>
+inline void weigh_values(
+    const AttentionSizes& sizes, const float* seen, int64_t blocks, const float* const* weights, const float* total,
+    const Element* values, int64_t count, Element* const* to, int64_t at) {
+  Vector sum[VALUE_ROWS][VECTORS] = {};
+  for (int64_t block = 0; block < blocks; ++block) {
+    if (!seen[block]) continue;
+    for (int64_t slot = block * LANES; slot < std::min(sizes.extent, (block + 1) * LANES); ++slot) {
+      Vector part[VECTORS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) part[v] = elements(values + slot * sizes.value_dim + v * LANES);
+#pragma GCC unroll 4
+      for (int row = 0; row < VALUE_ROWS; ++row) {
+        const Vector weight = broadcast(weights[row][slot]);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) sum[row][v] += weight * part[v];
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < VALUE_ROWS; ++row)
+    if (row < count)
+      for (int v = 0; v < VECTORS; ++v) put_vector(to[row] + at + v * LANES, sum[row][v] / broadcast(total[row]));
+}
+
+// One KV head and up to QUERY_ROWS rows: row r is query head r / width of the head's group, token r % width.
+template <class Element>
+void attend(
+    const AttentionSizes& sizes, int64_t kv_head, int64_t first_row, const Element* queries, const Element* keys,
+    const Element* values, const Element* mask, Element* outputs, float* scratch) {
+  const int64_t group = sizes.heads / sizes.kv_heads, dim = sizes.key_dim;
+  const int64_t rows = std::min<int64_t>(QUERY_ROWS, group * sizes.width - first_row);
+  const int64_t blocks = (sizes.extent + LANES - 1) / LANES, stride = blocks * LANES;
+  const Element* key = keys + kv_head * sizes.key_head;
+  const Element* value = values + kv_head * sizes.value_head;
+  float* scaled = scratch;                        // [QUERY_ROWS, key_dim]
+  float* turned = scaled + QUERY_ROWS * dim;      // [key_dim, LANES]
+  float* scores = turned + dim * LANES;           // [QUERY_ROWS, stride]
+  float* seen = scores + QUERY_ROWS * stride;     // [blocks]: whether any row sees a slot of it
+  int64_t head[QUERY_ROWS], token[QUERY_ROWS];
+  for (int64_t row = 0; row < QUERY_ROWS; ++row) {  // rows beyond the last repeat it
+    const int64_t index = first_row + std::min(row, rows - 1);
+    head[row] = kv_head * group + index / sizes.width;
+    token[row] = index % sizes.width;
+    for (int64_t index = 0; index < dim; ++index)
+      scaled[row * dim + index] =
+          element(queries, token[row] * sizes.query_row + head[row] * sizes.query_head + index) * sizes.scale;
+  }
+
+  const Vector hidden = broadcast(-INFINITY);
+  Vector largest[QUERY_ROWS];
+  for (Vector& most : largest) most = hidden;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t first = block * LANES, count = std::min<int64_t>(LANES, sizes.extent - first);
+    Vector visible[QUERY_ROWS];
+    IntVector shown = {};
+    for (int64_t row = 0; row < rows; ++row) {
+      const Element* from = mask + token[row] * sizes.mask_row + first;
+      if (count == LANES) {
+        visible[row] = elements(from);
+      } else {
+        visible[row] = hidden;
+        for (int64_t slot = 0; slot < count; ++slot) visible[row][slot] = element(from, slot);
+      }
+      shown |= visible[row] > INVISIBLE;
+    }
+    int32_t any = 0;
+    for (int lane = 0; lane < LANES; ++lane) any |= shown[lane];
+    seen[block] = any != 0;
+    if (!any) continue;
+    turn_keys(key + first * dim, dim, count, turned);
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) score_rows<4>(scaled + row * dim, turned, dim, scores + row * stride + first, stride);
+    for (; row < rows; ++row) score_rows<1>(scaled + row * dim, turned, dim, scores + row * stride + first, stride);
+    for (row = 0; row < rows; ++row) {
+      float* at = scores + row * stride + first;
+      const Vector score = visible[row] > INVISIBLE ? load(at) + visible[row] : hidden;
+      store(at, score);
+      largest[row] = largest[row] > score ? largest[row] : score;
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    float most = -INFINITY;
+    for (int lane = 0; lane < LANES; ++lane) most = std::max(most, largest[row][lane]);
+    for (int64_t block = 0; block < blocks; ++block)
+      if (seen[block]) {
+        float* at = scores + row * stride + block * LANES;
+        store(at, exponential(load(at) - broadcast(most)));
+      }
+  }
+
+  for (int64_t first_of = 0; first_of < rows; first_of += VALUE_ROWS) {
+    const int64_t count = std::min<int64_t>(VALUE_ROWS, rows - first_of);
+    const float* weights[VALUE_ROWS];
+    for (int64_t row = 0; row < VALUE_ROWS; ++row) weights[row] = scores + (first_of + std::min(row, count - 1)) * stride;
+    float total[VALUE_ROWS] = {};
+    for (int64_t block = 0; block < blocks; ++block)
+      if (seen[block])
+        for (int64_t slot = block * LANES; slot < std::min(sizes.extent, (block + 1) * LANES); ++slot)
+          for (int row = 0; row < VALUE_ROWS; ++row) total[row] += weights[row][slot];
+    Element* to[VALUE_ROWS];
+    for (int64_t row = 0; row < count; ++row)
+      to[row] = outputs + (token[first_of + row] * sizes.heads + head[first_of + row]) * sizes.value_dim;
+    int64_t at = 0;
+    for (; at + VALUE_VECTORS * LANES <= sizes.value_dim; at += VALUE_VECTORS * LANES)
+      weigh_values<VALUE_VECTORS>(sizes, seen, blocks, weights, total, value + at, count, to, at);
+    for (; at + LANES <= sizes.value_dim; at += LANES)
+      weigh_values<1>(sizes, seen, blocks, weights, total, value + at, count, to, at);
+    for (; at < sizes.value_dim; ++at)
+      for (int64_t row = 0; row < count; ++row) {
+        float sum = 0;
+        for (int64_t slot = 0; slot < sizes.extent; ++slot)
+          if (seen[slot / LANES]) sum = std::fma(weights[row][slot], element(value, slot * sizes.value_dim + at), sum);
+        put(to[row] + at, sum / total[row]);
+      }
+  }
+}
+
+template <class Element>
+void attend_all(
+    const AttentionSizes& sizes, const Element* queries, const Element* keys, const Element* values,
+    const Element* mask, Element* outputs) {
+  const int64_t tiles = (sizes.heads / sizes.kv_heads * sizes.width + QUERY_ROWS - 1) / QUERY_ROWS;
+  const int64_t blocks = (sizes.extent + LANES - 1) / LANES;
+#pragma omp parallel
+  {
+    Aligned scratch(QUERY_ROWS * (sizes.key_dim + blocks * LANES) + sizes.key_dim * LANES + blocks);
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < sizes.kv_heads * tiles; ++item)
+      attend(sizes, item / tiles, item % tiles * QUERY_ROWS, queries, keys, values, mask, outputs, scratch.data);
+  }
+}
+
+// ---- AOTInductor's C interface ----
+
+template <class Pointer>
+Pointer pointer(AtenTensorHandle tensor) {
+  void* data = nullptr;
+  aoti_torch_get_data_ptr(tensor, &data);
+  return static_cast<Pointer>(data);
+}
+
+int64_t size(AtenTensorHandle tensor, int64_t dim) {
+  int64_t value = 0;
+  aoti_torch_get_size(tensor, dim, &value);
+  return value;
+}
+
+int64_t stride(AtenTensorHandle tensor, int64_t dim) {
+  int64_t value = 0;
+  aoti_torch_get_stride(tensor, dim, &value);
+  return value;
+}
+
+int32_t dtype(AtenTensorHandle tensor) {
+  int32_t value = 0;
+  aoti_torch_get_dtype(tensor, &value);
+  return value;
+}
+
+constexpr int64_t MAX_DIMS = 8;
+
+// The sizes of a tensor of at most MAX_DIMS - 1 dimensions; false when it has more or is not contiguous.
+bool contiguous_sizes(AtenTensorHandle tensor, int64_t* sizes, int64_t* dims) {
+  aoti_torch_get_dim(tensor, dims);
+  if (*dims < 1 || *dims >= MAX_DIMS) return false;
+  int64_t expected = 1;
+  for (int64_t dim = *dims - 1; dim >= 0; --dim) {
+    sizes[dim] = size(tensor, dim);
+    if (sizes[dim] != 1 && stride(tensor, dim) != expected) return false;
+    expected *= sizes[dim];
+  }
+  return true;
+}
+
+AOTITorchError allocate(const int64_t* sizes, int64_t dims, int32_t type, AtenTensorHandle* result) {
+  int64_t strides[MAX_DIMS];
+  int64_t next = 1;
+  for (int64_t dim = dims - 1; dim >= 0; --dim) {
+    strides[dim] = next;
+    next *= sizes[dim];
+  }
+  return aoti_torch_empty_strided(dims, sizes, strides, type, aoti_torch_device_type_cpu(), 0, result);
+}
+
+}  // namespace
+
+#define YGG_NAME_OF(op, tag) aoti_torch_cpu_ygg_##op##_##tag
+#define YGG_EXPANDED(op, tag) YGG_NAME_OF(op, tag)
+#define YGG_OP(op) YGG_EXPANDED(op, YGG_TAG)
+
+extern "C" {
+
+// inputs [..., features] x a packed matrix [columns, features]: [..., columns] in the inputs' dtype.
+AOTITorchError YGG_OP(linear)(
+    AtenTensorHandle inputs, AtenTensorHandle weights, int64_t columns, int64_t format, AtenTensorHandle* result) {
+  int64_t sizes[MAX_DIMS], dims = 0, rows = 1;
+  if (!contiguous_sizes(inputs, sizes, &dims)) return AOTI_TORCH_FAILURE;
+  for (int64_t dim = 0; dim < dims - 1; ++dim) rows *= sizes[dim];
+  const int64_t features = sizes[dims - 1];
+  const int32_t type = dtype(inputs);
+  sizes[dims - 1] = columns;
+  if (allocate(sizes, dims, type, result) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
+  const uint8_t* packed = pointer<const uint8_t*>(weights);
+  bool known;
+  if (type == aoti_torch_dtype_float32()) {
+    known = with_format(format, [&](auto kind) {
+      multiply<decltype(kind)>(pointer<const float*>(inputs), rows, features, packed, columns, pointer<float*>(*result));
+    });
+  } else if (type == aoti_torch_dtype_bfloat16()) {
+    Aligned wide(rows * features);
+    const uint16_t* from = pointer<const uint16_t*>(inputs);
+    for (int64_t index = 0; index < rows * features; ++index) wide.data[index] = bfloat16_value(from[index]);
+    known = with_format(format, [&](auto kind) {
+      multiply<decltype(kind)>(wide.data, rows, features, packed, columns, pointer<uint16_t*>(*result));
+    });
+  } else {
+    return AOTI_TORCH_FAILURE;
+  }
+  return known ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
+}
+
+// Rows `tokens` [...] of a packed matrix [?, features]: [..., features], bfloat16 when `narrow`, else float32.
+AOTITorchError YGG_OP(embedding)(
+    AtenTensorHandle tokens, AtenTensorHandle weights, int64_t features, int64_t format, int64_t narrow,
+    AtenTensorHandle* result) {
+  int64_t sizes[MAX_DIMS], dims = 0, count = 1;
+  if (!contiguous_sizes(tokens, sizes, &dims)) return AOTI_TORCH_FAILURE;
+  for (int64_t dim = 0; dim < dims; ++dim) count *= sizes[dim];
+  sizes[dims] = features;
+  const int32_t type = narrow ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32();
+  if (allocate(sizes, dims + 1, type, result) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
+  const uint8_t* packed = pointer<const uint8_t*>(weights);
+  const int64_t* ids = pointer<const int64_t*>(tokens);
+  const bool known = with_format(format, [&](auto kind) {
+    if (narrow)
+      gather<decltype(kind)>(ids, count, packed, features, pointer<uint16_t*>(*result));
+    else
+      gather<decltype(kind)>(ids, count, packed, features, pointer<float*>(*result));
+  });
+  return known ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
+}
+
+// queries [heads, width, key_dim] (any strides but the last), keys and values [kv_heads, extent, dim] (heads any distance
+// apart), mask [width, extent]: [width, heads, value_dim].
+AOTITorchError YGG_OP(attention)(
+    AtenTensorHandle queries, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle mask, double scale,
+    AtenTensorHandle* result) {
+  AttentionSizes sizes;
+  sizes.heads = size(queries, 0);
+  sizes.width = size(queries, 1);
+  sizes.key_dim = size(queries, 2);
+  sizes.kv_heads = size(keys, 0);
+  sizes.key_head = stride(keys, 0);
+  sizes.value_head = stride(values, 0);
+  sizes.value_dim = size(values, 2);
+  sizes.extent = size(mask, 1);
+  sizes.query_head = stride(queries, 0);
+  sizes.query_row = stride(queries, 1);
+  sizes.mask_row = stride(mask, 0);
+  sizes.scale = static_cast<float>(scale);
+  const int32_t type = dtype(queries);
+  const bool dense = stride(queries, 2) == 1 && stride(mask, 1) == 1 && stride(keys, 2) == 1 &&
+                     stride(keys, 1) == sizes.key_dim && stride(values, 2) == 1 && stride(values, 1) == sizes.value_dim;
+  if (!dense || dtype(keys) != type || dtype(values) != type || dtype(mask) != type) return AOTI_TORCH_FAILURE;
+  const int64_t shape[] = {sizes.width, sizes.heads, sizes.value_dim};
+  if (allocate(shape, 3, type, result) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
+  if (type == aoti_torch_dtype_float32())
+    attend_all(sizes, pointer<const float*>(queries), pointer<const float*>(keys), pointer<const float*>(values),
+               pointer<const float*>(mask), pointer<float*>(*result));
+  else if (type == aoti_torch_dtype_bfloat16())
+    attend_all(sizes, pointer<const uint16_t*>(queries), pointer<const uint16_t*>(keys),
+               pointer<const uint16_t*>(values), pointer<const uint16_t*>(mask), pointer<uint16_t*>(*result));
+  else
+    return AOTI_TORCH_FAILURE;
+  return AOTI_TORCH_SUCCESS;
+}
+
+}  // extern "C"
