@@ -21,12 +21,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from yggc.kernels import OPERATORS
 from yggrt.artifacts import DRAFT_ROWS, LOG_Q_MIN, LayerLayout, StepLimits, attention_windows
 from yggrt.errors import CheckpointError
 
 ATTENTION_NAME = "ygg_step"
-HUGE_LOGIT = 1e30
-CHILD_BLOCK = 256  # columns per block of the two-step top-k
 
 
 @dataclass(slots=True)
@@ -212,8 +211,7 @@ class DraftPass(_CausalStep):
         if vocabulary is not None:
             cut_head(model, vocabulary)
         super().__init__(model, layouts, vocab_size if vocabulary is None else len(vocabulary))
-        self.vocabulary: Tensor | None
-        self.register_buffer("vocabulary", None if vocabulary is None else torch.tensor(vocabulary))
+        self.vocabulary = None if vocabulary is None else CutVocabulary(vocabulary)
         self.children_per_node = children_per_node
         self.mask_value = mask_value
 
@@ -252,11 +250,9 @@ class DraftPass(_CausalStep):
             for window in self.windows
         )  # fmt: skip
         logits, _ = self.run_model(tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, rows=expand_rows)
-        # A drafter that overflows drafts badly; it must not break the request, since the verifier decides.
-        logits = torch.nan_to_num(logits.float(), nan=-HUGE_LOGIT, posinf=HUGE_LOGIT, neginf=-HUGE_LOGIT)
-        child_tokens, child_log_q = best_children(logits, self.children_per_node)
+        child_tokens, child_log_q = OPERATORS.children(logits.contiguous(), self.children_per_node)
         if self.vocabulary is not None:
-            child_tokens = self.vocabulary[child_tokens]
+            child_tokens = self.vocabulary(child_tokens)
         log_a = log_acceptance(child_log_q, acceptance_table)
         child_values = tree_values[expand_nodes][:, None] + log_a
         child_parents = expand_nodes[:, None].expand_as(child_tokens)
@@ -290,13 +286,24 @@ class DraftPass(_CausalStep):
         )
 
 
+class CutVocabulary(nn.Module):
+    """Columns of a cut output layer to token ids."""
+
+    def __init__(self, vocabulary: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ids: Tensor
+        self.register_buffer("ids", torch.tensor(vocabulary))
+
+    def forward(self, columns: Tensor) -> Tensor:
+        return self.ids[columns]
+
+
 class FusedDraft(nn.Module):
     """All passes of one depth in one graph: see `yggrt.artifacts.fused_draft_inputs`."""
 
     def __init__(self, one_pass: DraftPass, limits: StepLimits, draft_width: int, draft_depth: int) -> None:
         super().__init__()
-        self.model = one_pass.model
-        self.register_buffer("vocabulary", one_pass.vocabulary)
+        self.model, self.vocabulary = one_pass.model, one_pass.vocabulary
         self._pass = (one_pass,)  # no submodule: the weights keep the names they have in a draft pass, and are shared
         self.limits = limits
         self.draft_width, self.draft_depth = draft_width, draft_depth
@@ -382,26 +389,6 @@ def growth_mask(
         visible = visible & (positions[:, None] - slot_positions[None, :] < window)
     visible = visible | ((slots == 0) & (num_visible[:, None] == 0))
     return torch.where(visible, 0.0, mask_value).to(dtype)
-
-
-def best_children(logits: Tensor, num_children: int) -> tuple[Tensor, Tensor]:
-    """The most probable tokens of each row, exactly, in two steps: the best blocks of columns, then the best columns.
-
-    logits: float32[R, V]. Returns tokens int64[R, K] and log q float32[R, K], best first.
-    """
-    rows, vocab_size = logits.shape
-    log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
-    if vocab_size <= num_children * CHILD_BLOCK:
-        best = torch.topk(logits, num_children, dim=-1)
-        return best.indices, best.values - log_total
-    padding = -vocab_size % CHILD_BLOCK
-    blocks = functional.pad(logits, (0, padding), value=-torch.inf).view(rows, -1, CHILD_BLOCK)
-    # The K best columns lie in the K blocks with the largest maxima.
-    best_blocks = torch.topk(blocks.amax(dim=-1), num_children, dim=-1).indices
-    columns = torch.gather(blocks, 1, best_blocks[:, :, None].expand(-1, -1, CHILD_BLOCK)).flatten(1)
-    best = torch.topk(columns, num_children, dim=-1)
-    block_of = torch.gather(best_blocks, 1, best.indices // CHILD_BLOCK)
-    return block_of * CHILD_BLOCK + best.indices % CHILD_BLOCK, best.values - log_total
 
 
 def log_acceptance(log_q: Tensor, table: Tensor) -> Tensor:

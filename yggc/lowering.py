@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from yggc.kernels import OPERATORS
 from yggc.packing import AffineWeights, PackedMatrix, pack
+from yggrt.artifacts import ROWS_PREFIX
 
 ATEN = torch.ops.aten
 PACKABLE = (torch.float32, torch.bfloat16)
@@ -63,12 +64,12 @@ class _Packer:
         value = self.program.state_dict.get(name)
         return None if value is None or value.dim() != 2 or value.dtype not in PACKABLE else (name, value)
 
-    def packed(self, products: list[_Product]) -> tuple[fx.Node, PackedMatrix]:
-        """The buffer that holds these products' matrices below one another."""
+    def packed(self, products: list[_Product], prefix: str = "packed_") -> tuple[fx.Node, PackedMatrix]:
+        """The buffer that holds these products' matrices below one another; prefix: of its name, if it is new."""
         key = tuple(product.key for product in products)
         if key not in self._packed:
             matrix = pack(torch.cat([product.matrix for product in products]), _joined(products))
-            name = re.sub(r"\W", "_", f"packed_{self.names[key[0][0]]}_{len(key)}")
+            name = re.sub(r"\W", "_", f"{prefix}{self.names[key[0][0]]}_{len(key)}")
             self._packed[key] = (self._add_buffer(name, matrix.data), matrix)
         return self._packed[key]
 
@@ -175,7 +176,7 @@ def _replace_embedding(packer: _Packer, node: fx.Node) -> None:
         return
     name, value = found
     table = _Product(node, node, None, value, packer.affine.get(name), (value.data_ptr(), False))
-    weights, matrix = packer.packed([table])
+    weights, matrix = packer.packed([table], ROWS_PREFIX)
     narrow = value.dtype == torch.bfloat16
     with packer.graph.inserting_before(node):
         rows = packer.graph.call_function(

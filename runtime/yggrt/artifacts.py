@@ -26,6 +26,9 @@ from yggrt.errors import ArtifactError
 
 STEP_ABI_VERSION = 1
 
+ROWS_PREFIX = "rows_"
+"""Begins the name of a constant of which a step reads a few rows, an embedding; it reads the others whole."""
+
 MASK_VALUE = -30000.0
 """Additive mask of an invisible row: finite, and exp(MASK_VALUE) is 0 in every dtype."""
 

@@ -6,6 +6,7 @@ comes from one observed run of the same artifact, whose calls carry names (`cpp.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +16,7 @@ import torch
 from torch.autograd.profiler import profile
 from torch.autograd.profiler_util import FunctionEvent
 
+from yggrt.artifacts import ROWS_PREFIX, load_weights
 from yggrt.engine import Engine
 from yggrt.executor import Decoder
 from yggrt.tree import TreeShape
@@ -127,7 +129,7 @@ def _cost(engine: Engine, name: str, run: Callable[[], object], samples: Sequenc
     seconds = median(ordered)
     bytes_read = _bytes_read(engine, name)
     num_steps = engine.shape.draft_depth if name.endswith("passes") else 1
-    linears, attention, head, rest = _shares(run, num_steps) if name != "iteration" else (None, None, None, None)
+    linears, attention, head, rest = _shares(run, num_steps, seconds) if name != "iteration" else (None,) * 4
     return Cost(
         name=name,
         seconds=seconds,
@@ -156,19 +158,25 @@ def _bytes_read(engine: Engine, name: str) -> int:
 
 
 def _weight_bytes(engine: Engine, role: str) -> int:
-    """Bytes of weights one step reads: all of them, except an embedding of its own, of which it looks up a few rows."""
+    """Bytes of weights one step reads: all but an embedding of its own, of which it looks up a few rows."""
     assert engine.bundle is not None
-    manifest, plan = engine.bundle.manifest, engine.bundle.plan
-    identity = plan.verifier if role == "verify" else plan.drafter
-    (artifact,) = (artifact for artifact in manifest.artifacts if artifact.role == role)
-    element = torch.empty(0, dtype=getattr(torch, manifest.dtype)).element_size()
-    return max(artifact.num_bytes - identity.vocab_size * identity.hidden_size * element, 0)
+    (artifact,) = (entry for entry in engine.bundle.manifest.artifacts if entry.role == role)
+    weights = load_weights(engine.bundle.path / artifact.weights)
+    return sum(
+        value.numel() * value.element_size() for name, value in weights.items() if not name.startswith(ROWS_PREFIX)
+    )
 
 
-def _shares(run: Callable[[], object], num_steps: int) -> tuple[float | None, float | None, float | None, float | None]:
-    """(linears, attention, head, rest) of one observed run of `num_steps` steps: a step's last linear is its head."""
+def _shares(
+    run: Callable[[], object], num_steps: int, seconds: float
+) -> tuple[float | None, float | None, float | None, float | None]:
+    """(linears, attention, head, rest) of one observed run of `num_steps` steps: a step's last linear is its head.
+
+    seconds: of an unobserved run; observing adds to what lies between the calls, and so to the rest alone.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells stderr of every start, and of a missing CUDA driver
     with profile() as observed:
-        seconds = _seconds(run)
+        run()
     events = sorted(observed.function_events, key=lambda event: event.time_range.start)
     linears = [_event_seconds(event) for event in events if any(call in event.name for call in LINEAR_CALLS)]
     attention = sum(_event_seconds(event) for event in events if any(call in event.name for call in ATTENTION_CALLS))

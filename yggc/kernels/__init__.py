@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from yggrt.errors import BuildError
 SOURCE = Path(__file__).with_name("kernels.cpp")
 TAG = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
 COMPILERS = ("g++", "clang++")
+HUGE_LOGIT = 1e30
+"""Stands for an infinite logit; kernels.cpp has the same number."""
 
 
 def _linear(inputs: Tensor, weights: Tensor, columns: int, format: int) -> Tensor:
@@ -57,15 +60,29 @@ def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     return queries.new_empty((queries.shape[1], queries.shape[0], values.shape[2]))
 
 
+def _children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    # A drafter that overflows drafts badly; it must not break the request, since the verifier decides.
+    logits = torch.nan_to_num(logits.float(), nan=-HUGE_LOGIT, posinf=HUGE_LOGIT, neginf=-HUGE_LOGIT)
+    columns = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
+    return columns, torch.log_softmax(logits, dim=-1).gather(1, columns)
+
+
+def _children_shape(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], count)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+
+
 _LIBRARY = torch.library.Library("yggc", "DEF")
 _SIGNATURES = {
     "linear": "(Tensor inputs, Tensor weights, int columns, int format) -> Tensor",
     "embedding": "(Tensor tokens, Tensor weights, int features, int format, bool narrow) -> Tensor",
+    "children": "(Tensor logits, int count) -> (Tensor, Tensor)",
     "attention": "(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor",
 }
-_REFERENCES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+_REFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "linear": (_linear, _linear_shape),
     "embedding": (_embedding, _embedding_shape),
+    "children": (_children, _children_shape),
     "attention": (_attention, _attention_shape),
 }
 _C_ARGUMENTS = {"Tensor": "AtenTensorHandle", "int": "int64_t", "bool": "int32_t", "float": "double"}
@@ -90,6 +107,7 @@ def _define() -> SimpleNamespace:
 
 OPERATORS = _define()
 """linear(inputs [..., K], packed [N, K]) -> [..., N]; embedding(tokens [...], packed [N, K]) -> [..., K];
+children(logits [R, V], K) -> (columns [R, K], log probabilities [R, K]), best first, the lower column among equals;
 attention(queries [heads, W, dim], keys, values [kv_heads, S, dim], mask [W, S], scale) -> [W, heads, dim]."""
 
 
@@ -99,7 +117,8 @@ def c_interface() -> dict[torch._ops.OpOverload, list[str]]:
     for kernel, signature in _SIGNATURES.items():
         arguments = signature[1 : signature.index(")")].split(", ")
         types = [_C_ARGUMENTS[argument.split()[0]] for argument in arguments]
-        call = f"AOTITorchError aoti_torch_cpu_{_operator_name(kernel)}({', '.join(types)}, AtenTensorHandle*)"
+        results = ["AtenTensorHandle*"] * signature.split("->")[1].count("Tensor")
+        call = f"AOTITorchError aoti_torch_cpu_{_operator_name(kernel)}({', '.join(types + results)})"
         declarations[getattr(OPERATORS, kernel)] = [call]
     return declarations
 

@@ -527,6 +527,71 @@ void attend_all(
   }
 }
 
+// ---- the most probable children ----
+
+constexpr float HUGE_LOGIT = 1e30f;  // stands for an infinite logit; yggc/kernels/__init__.py has the same number
+
+inline Vector finite(Vector logits) {  // a drafter that overflows drafts badly; it must not break the request
+  const Vector most = broadcast(HUGE_LOGIT), least = broadcast(-HUGE_LOGIT);
+  const Vector bounded = logits < most ? logits : most;
+  return logits == logits ? (bounded > least ? bounded : least) : least;
+}
+
+inline bool any_above(Vector values, Vector threshold) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(values), reinterpret_cast<__m512>(threshold), _CMP_GT_OQ) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps(
+             _mm256_cmp_ps(reinterpret_cast<__m256>(values), reinterpret_cast<__m256>(threshold), _CMP_GT_OQ)) != 0;
+#else
+  const IntVector above = values > threshold;
+  int32_t any = 0;
+  for (int lane = 0; lane < LANES; ++lane) any |= above[lane];
+  return any != 0;
+#endif
+}
+
+// The `count` largest logits of a row, largest first, the lower column first among equals, as log probabilities.
+template <class Element>
+void best_of_row(const Element* logits, int64_t columns, int64_t count, int64_t* best, float* log_q) {
+  std::fill_n(log_q, count, -INFINITY);
+  std::fill_n(best, count, int64_t{0});
+  auto offer = [&](float value, int64_t column) {
+    if (value <= log_q[count - 1]) return;
+    int64_t place = count - 1;
+    for (; place > 0 && value > log_q[place - 1]; --place) {
+      log_q[place] = log_q[place - 1];
+      best[place] = best[place - 1];
+    }
+    log_q[place] = value;
+    best[place] = column;
+  };
+  const int64_t whole = columns / LANES * LANES;
+  float rest[LANES];
+  for (int64_t column = whole; column < columns; ++column) rest[column - whole] = element(logits, column);
+  std::fill(rest + (columns - whole), rest + LANES, -INFINITY);
+  const Vector tail = finite(load(rest));
+  for (int64_t first = 0; first < whole; first += LANES) {
+    const Vector values = finite(elements(logits + first));
+    if (any_above(values, broadcast(log_q[count - 1])))
+      for (int lane = 0; lane < LANES; ++lane) offer(values[lane], first + lane);
+  }
+  for (int64_t column = whole; column < columns; ++column) offer(tail[column - whole], column);
+
+  const Vector largest = broadcast(log_q[0]);
+  Vector sums = {};
+  for (int64_t first = 0; first < whole; first += LANES)
+    sums += exponential(finite(elements(logits + first)) - largest);
+  if (whole < columns) {
+    const Vector last = exponential(tail - largest);
+    for (int64_t column = whole; column < columns; ++column) sums[column - whole] += last[column - whole];
+  }
+  float total = 0;
+  for (int lane = 0; lane < LANES; ++lane) total += sums[lane];
+  const float most = log_q[0], log_total = std::log(total);
+  for (int64_t place = 0; place < count; ++place) log_q[place] = (log_q[place] - most) - log_total;
+}
+
 // ---- AOTInductor's C interface ----
 
 template <class Pointer>
@@ -635,6 +700,30 @@ AOTITorchError YGG_OP(embedding)(
       gather<decltype(kind)>(ids, count, packed, features, pointer<float*>(*result));
   });
   return known ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
+}
+
+// The `count` best columns of logits [rows, columns]: columns int64 [rows, count] and log probabilities float32.
+AOTITorchError YGG_OP(children)(
+    AtenTensorHandle logits, int64_t count, AtenTensorHandle* columns, AtenTensorHandle* log_q) {
+  int64_t sizes[MAX_DIMS], dims = 0;
+  if (!contiguous_sizes(logits, sizes, &dims) || dims != 2 || sizes[1] < count) return AOTI_TORCH_FAILURE;
+  const int64_t rows = sizes[0], width = sizes[1], shape[] = {rows, count};
+  const int32_t type = dtype(logits);
+  const bool wide = type == aoti_torch_dtype_float32();
+  if (!wide && type != aoti_torch_dtype_bfloat16()) return AOTI_TORCH_FAILURE;
+  if (allocate(shape, 2, aoti_torch_dtype_int64(), columns) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
+  if (allocate(shape, 2, aoti_torch_dtype_float32(), log_q) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
+  int64_t* best = pointer<int64_t*>(*columns);
+  float* values = pointer<float*>(*log_q);
+#pragma omp parallel for
+  for (int64_t row = 0; row < rows; ++row) {
+    if (wide)
+      best_of_row(pointer<const float*>(logits) + row * width, width, count, best + row * count, values + row * count);
+    else
+      best_of_row(
+          pointer<const uint16_t*>(logits) + row * width, width, count, best + row * count, values + row * count);
+  }
+  return AOTI_TORCH_SUCCESS;
 }
 
 // queries [heads, width, key_dim] (any strides but the last), keys and values [kv_heads, extent, dim] (heads any distance
