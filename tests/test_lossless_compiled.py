@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import yggrt
+from yggc.config import DEFAULT_SHAPE, LARGEST_SHAPE
 from yggc.export import eager_run, verify_step
-from yggrt.artifacts import MASK_VALUE
+from yggrt.artifacts import MASK_VALUE, Step, fused_draft_inputs, load_package, load_weights
 from yggrt.errors import ArtifactError, YggError
 from yggrt.kvcache import KvCache
 from yggrt.tree import TreeShape
@@ -19,7 +20,9 @@ from yggrt.tree import TreeShape
 
 @pytest.fixture(scope="module")
 def engine(toy_bundle):
-    return yggrt.load(toy_bundle.path)
+    loaded = yggrt.load(toy_bundle.path)
+    loaded.shape = LARGEST_SHAPE
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,78 @@ def test_shallower_and_narrower_trees_of_one_artifact_say_the_same(engine, model
     finally:
         engine.shape = before
     assert list(found.token_ids) == hf_within_tokenizer(model, prompt, 24)
+
+
+@pytest.mark.field(8)
+def test_a_token_has_the_same_logits_alone_and_in_a_tree_bit_for_bit(engine, monkeypatch):
+    decoder = engine.decoder
+    prompt = prompt_of(23, seed=8)
+
+    def logits_by_position(advance) -> dict[int, torch.Tensor]:
+        found = {}
+        run = decoder.verify
+
+        def watched(*inputs):
+            outputs = run(*inputs)
+            watched.last = (inputs[0], inputs[1], outputs[3])
+            return outputs
+
+        decoder.reset()
+        tokens = list(prompt) + list(decoder.prefill(prompt).tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "verify", watched)
+            while len(tokens) < 70:
+                emitted = list(advance(tokens).tokens)
+                rows, positions, logits = watched.last
+                path = [len(tokens) - 1 + step for step in range(len(emitted))]
+                wanted = [tokens[-1], *emitted[:-1]]
+                for position, token in zip(path, wanted, strict=True):
+                    matches = ((positions == position) & (rows == token)).nonzero()[:, 0]
+                    found[position] = logits[matches]
+                tokens += emitted
+        return found
+
+    alone = logits_by_position(decoder.decode_plain)
+    in_trees = logits_by_position(lambda tokens: decoder.decode_speculative(tokens, engine.shape))
+    assert len(alone) >= 40
+    several = 0
+    for position in sorted(set(alone) & set(in_trees)):
+        expected = alone[position][0]  # the other rows of a plain step are padding
+        assert any(torch.equal(row, expected) for row in in_trees[position]), position
+        several += 1
+    assert several >= 40
+
+
+def test_the_compiled_fused_draft_grows_the_tree_of_single_passes(engine, toy_bundle):
+    decoder, shape = engine.decoder, DEFAULT_SHAPE
+    entry = max(toy_bundle.cache.glob(f"draft.d{shape.draft_depth}-*"), key=lambda path: path.stat().st_mtime)
+    weights = load_weights(toy_bundle.path / "draft.weights")
+    limits = decoder.draft.limits
+    step = Step(entry.name, load_package(entry / "step.pt2", weights), fused_draft_inputs(limits), limits)
+    step.bind(decoder.drafter_cache.buffers, decoder.drafter_cache.layouts, decoder.drafter_cache.dtype)
+    decoder.reset()
+    tokens = prompt_of(12, seed=4)
+    tokens += decoder.prefill(tokens).tokens
+    before = decoder.fused
+    try:
+        for _ in range(3):  # pending moves too
+            decoder.fused = {}
+            cache = decoder.drafter_cache
+            owed = (cache.has_moves, cache._src.copy(), cache._dst.copy())
+            committed = decoder.drafter_cache.num_committed
+            rows = [buffer.clone() for buffer in decoder.drafter_cache.buffers]
+            by_passes = decoder.draft_tree(tokens, shape)
+            for buffer, kept in zip(decoder.drafter_cache.buffers, rows, strict=True):
+                buffer.copy_(kept)
+            cache.has_moves, cache._src[:], cache._dst[:] = owed
+            decoder.drafter_cache.num_committed = committed
+            decoder.fused = {shape.draft_depth: step}
+            at_once = decoder.draft_tree(tokens, shape)
+            for name in ("tokens", "parents", "depths", "values"):
+                assert torch.equal(getattr(at_once, name), getattr(by_passes, name)), name
+            tokens += decoder.decode_speculative(tokens, shape).tokens
+    finally:
+        decoder.fused = before
 
 
 @pytest.mark.field(24)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from yggc import export, graphs, head_cut, lowering, packing, profile
 from yggc import kernels as kernels_module
 from yggc.checkpoints import Checkpoint, affine_weights, load_model, open_checkpoint
-from yggc.config import DEFAULT_MAX_CONTEXT, DEFAULT_SHAPE, BuildOptions
+from yggc.config import DEFAULT_MAX_CONTEXT, DEFAULT_SHAPE, LARGEST_SHAPE, BuildOptions
 from yggc.emit import KERNELS_FILE, CompiledStep, Measured, emit_bundle, make_plan, text_spec
 from yggc.inspect import inspect_pair, preflight
 from yggc.kernels import TAG, compile_kernels
@@ -189,7 +189,7 @@ def _kernels(cache: StageCache, progress: Progress, target: Target) -> Path:
 
 
 def _limits(max_context: int, context: int, vocab_size: int) -> StepLimits:
-    shape = DEFAULT_SHAPE
+    shape = LARGEST_SHAPE
     return StepLimits(
         kv_rows=rows_needed(min(max_context, context), shape.capacity),
         max_width=PREFILL_WIDTH,

@@ -163,8 +163,15 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
 
 def constants(program: ExportedProgram) -> dict[str, Tensor]:
     """Everything an artifact of this program must be given when it is loaded, by name, each in memory of its own."""
-    tensors = {**program.state_dict, **program.constants}
-    return {name: value.detach().contiguous().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in {**program.state_dict, **program.constants}.items():
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            is_shared = storage.data_ptr() in seen or storage.nbytes() != value.numel() * value.element_size()
+            seen.add(storage.data_ptr())
+            tensors[name] = value.detach().clone() if is_shared else value.detach().contiguous()
+    return tensors
 
 
 def eager_run(step: StepModule) -> RunStep:

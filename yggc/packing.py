@@ -2,7 +2,8 @@
 
 A checkpoint saved in bfloat16 and run in float32 has half its bits at zero; a GGUF file's weights are short levels with
 a scale and an offset per block. Steps on a CPU are bound by the bytes they read, so the packed copy keeps what the file
-kept and the kernel makes float32 of it on the way. Invariant: unpacking gives every weight back, bit for bit.
+kept and the kernel makes float32 of it on the way. Invariant: unpacking gives every weight back exactly (a zero may
+lose its sign).
 """
 
 from __future__ import annotations

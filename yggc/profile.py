@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from yggc.config import DEFAULT_SHAPE
+from yggc.config import DEFAULT_SHAPE, LARGEST_SHAPE
 from yggc.emit import CompiledStep, Measured
 from yggrt.artifacts import (
     Step,
@@ -76,7 +76,7 @@ def _make_decoder(steps: list[CompiledStep], kernels: Path, dtype: torch.dtype) 
         KvCache(verify.layouts, verify.limits, dtype),
         KvCache(draft.layouts, draft.limits, dtype),
         torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),
-        max_context=min(verify.limits.kv_rows, draft.limits.kv_rows) - DEFAULT_SHAPE.capacity - 1,
+        max_context=min(verify.limits.kv_rows, draft.limits.kv_rows) - LARGEST_SHAPE.capacity - 1,
         plain_width=1,
     )
 

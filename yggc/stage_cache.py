@@ -20,7 +20,7 @@ DURATIONS_FILE = "durations.json"
 OTHER_NAMES = (re.escape(DURATIONS_FILE), "demo_verifier")
 """What lies in the cache folder beside the entries, as regular expressions."""
 
-_ENTRY = r"[a-z_]+-[0-9a-f]{24}"
+_ENTRY = r"[a-z0-9_.]+-[0-9a-f]{24}"
 
 
 def cache_folder() -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -22,6 +23,8 @@ from yggrt.executor import Decoder
 from yggrt.tree import TreeShape
 
 EXTENT = 256
+REFERENCE_SHAPE = TreeShape(draft_width=8, draft_depth=3, verify_width=8)
+"""Timed beside the plan's own shape, so that bundles can be compared."""
 REPEATS = 15
 BANDWIDTH_BYTES = 256 * 1024 * 1024
 LINEAR_CALLS = ("cpu_ygg_linear",)
@@ -61,15 +64,21 @@ class Breakdown:
 def measure(engine: Engine) -> Breakdown:
     """Time the steps of a bundle at extent EXTENT, with the engine's threads."""
     decoder, shape = engine.decoder, engine.shape
+    shapes = [shape]
+    if shape != REFERENCE_SHAPE and REFERENCE_SHAPE.capacity <= decoder.draft.limits.max_nodes:
+        shapes.append(REFERENCE_SHAPE)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(engine.num_threads)
     try:
         bandwidth = read_bandwidth()
-        tokens = [token % engine.vocab_size for token in range(1000, 1000 + EXTENT - shape.capacity - 8)]
+        tokens = [
+            token % engine.vocab_size
+            for token in range(1000, 1000 + EXTENT - max(each.capacity for each in shapes) - 8)
+        ]
         decoder.reset()
         decoder.prefill(tokens)
         decoder.prefill_drafter(tokens)
-        runs = _runs(decoder, tokens, shape)
+        runs = _runs(decoder, tokens, shapes)
         seconds = _interleaved(runs)
         costs = tuple(_cost(engine, name, run, seconds[name], bandwidth) for name, run in runs.items())
         return Breakdown(bandwidth, costs, _host_seconds(decoder, tokens, shape))
@@ -85,7 +94,16 @@ def read_bandwidth() -> float:
     return BANDWIDTH_BYTES / best
 
 
-def _runs(decoder: Decoder, tokens: list[int], shape: TreeShape) -> dict[str, Callable[[], object]]:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One thing to time. verifier_steps, drafter_steps: runs of each model's artifact, passes of a fused draft included."""
+
+    call: Callable[[], object]
+    verifier_steps: int
+    drafter_steps: int
+
+
+def _runs(decoder: Decoder, tokens: list[int], shapes: Sequence[TreeShape]) -> dict[str, _Run]:
     """The steps to time, by name."""
 
     def plain(width: int) -> Callable[[], object]:
@@ -98,21 +116,25 @@ def _runs(decoder: Decoder, tokens: list[int], shape: TreeShape) -> dict[str, Ca
 
         return run
 
-    widths = sorted({1, decoder.plain_width, 8, shape.verify_width})
-    runs = {f"verify W={width}": plain(width) for width in widths}
-    if shape.draft_depth > 1:
+    widths = sorted({1, decoder.plain_width, *(shape.verify_width for shape in shapes)})
+    runs = {f"verify W={width}": _Run(plain(width), 1, 0) for width in widths}
+    for shape in shapes:
         one_pass = TreeShape(shape.draft_width, 1, 1)
-        runs["draft, first pass"] = lambda: decoder.draft_tree(tokens, one_pass)
-    runs[f"draft, {shape.draft_depth} passes"] = lambda: decoder.draft_tree(tokens, shape)
-    runs["iteration"] = lambda: decoder.decode_speculative(tokens, shape)
+        passes = (one_pass, shape) if shape.draft_depth > 1 else (one_pass,)
+        for drafted in passes:
+            name = f"draft W={drafted.draft_width} D={drafted.draft_depth}"
+            runs[name] = _Run(partial(decoder.draft_tree, tokens, drafted), 0, drafted.draft_depth)
+    for shape in shapes:
+        name = f"iteration {shape.draft_width}/{shape.draft_depth}/{shape.verify_width}"
+        runs[name] = _Run(partial(decoder.decode_speculative, tokens, shape), 1, shape.draft_depth)
     return runs
 
 
-def _interleaved(runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+def _interleaved(runs: dict[str, _Run]) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(REPEATS + 2):
         for name, run in runs.items():
-            taken = _seconds(run)
+            taken = _seconds(run.call)
             if repeat >= 2:  # the first calls warm up
                 seconds[name].append(taken)
     return seconds
@@ -124,12 +146,13 @@ def _seconds(run: Callable[[], object]) -> float:
     return perf_counter() - started
 
 
-def _cost(engine: Engine, name: str, run: Callable[[], object], samples: Sequence[float], bandwidth: float) -> Cost:
+def _cost(engine: Engine, name: str, run: _Run, samples: Sequence[float], bandwidth: float) -> Cost:
     ordered = sorted(samples)
     seconds = median(ordered)
-    bytes_read = _bytes_read(engine, name)
-    num_steps = engine.shape.draft_depth if name.endswith("passes") else 1
-    linears, attention, head, rest = _shares(run, num_steps, seconds) if name != "iteration" else (None,) * 4
+    bytes_read = run.verifier_steps * _step_bytes(engine, "verify") + run.drafter_steps * _step_bytes(engine, "draft")
+    is_one_model = 0 in (run.verifier_steps, run.drafter_steps)
+    num_steps = run.verifier_steps + run.drafter_steps
+    linears, attention, head, rest = _shares(run.call, num_steps, seconds) if is_one_model else (None,) * 4
     return Cost(
         name=name,
         seconds=seconds,
@@ -143,18 +166,12 @@ def _cost(engine: Engine, name: str, run: Callable[[], object], samples: Sequenc
     )
 
 
-def _bytes_read(engine: Engine, name: str) -> int:
-    """Least bytes of a step: the model's weights once per run of the artifact, and EXTENT rows of its KV cache."""
-    assert engine.bundle is not None
-    verifier, drafter = (
-        _weight_bytes(engine, role)
-        + sum(buffer[:, :EXTENT].numel() * buffer.element_size() for buffer in cache.buffers)
-        for role, cache in (("verify", engine.decoder.verifier_cache), ("draft", engine.decoder.drafter_cache))
-    )
-    if name.startswith("verify"):
-        return verifier
-    drafted = drafter * (1 if name == "draft, first pass" else engine.shape.draft_depth)
-    return drafted + verifier if name == "iteration" else drafted
+def _step_bytes(engine: Engine, role: str) -> int:
+    """Least bytes of a step: the model's weights once, and EXTENT rows of its KV cache."""
+    decoder = engine.decoder
+    cache = decoder.verifier_cache if role == "verify" else decoder.drafter_cache
+    rows = sum(buffer[:, :EXTENT].numel() * buffer.element_size() for buffer in cache.buffers)
+    return _weight_bytes(engine, role) + rows
 
 
 def _weight_bytes(engine: Engine, role: str) -> int:
@@ -222,7 +239,7 @@ def describe(breakdown: Breakdown) -> str:
             f"{cost.name:<20}{cost.seconds * 1e3:>9.2f}{cost.spread_s * 1e3:>8.2f}{cost.bytes_read / 1e6:>9.0f}"
             f"{cost.share_of_bandwidth:>14.0%}{shares}"
         )
-    total = next(cost.seconds for cost in breakdown.costs if cost.name == "iteration")
+    total = next(cost.seconds for cost in breakdown.costs if cost.name.startswith("iteration"))
     host = sum(seconds for _, seconds in breakdown.host_seconds)
     parts = ", ".join(f"{name} {seconds * 1e6:.0f} us" for name, seconds in breakdown.host_seconds)
     lines.append(f"host: {parts}; {host / total:.1%} of an iteration")

@@ -139,6 +139,14 @@ def _check_plan_fits(bundle: Bundle) -> None:
         "KV rows of the verifier": (rows_needed(manifest.max_context, shape.capacity), verify.kv_rows),
         "KV rows of the drafter": (rows_needed(drafter_context, shape.capacity), draft.kv_rows),
     }
+    for graph in plan.draft_graphs:
+        if graph.fused:
+            limits = _artifact(bundle, f"draft.d{graph.depth}").limits
+            at_most[f"nodes of a fused draft of depth {graph.depth}"] = (
+                1 + shape.draft_width * graph.depth,
+                min(limits.max_nodes, draft.max_nodes),
+            )
+            same[f"KV rows of the fused draft of depth {graph.depth}"] = (limits.kv_rows, draft.kv_rows)
     wrong = [(name, *pair) for name, pair in same.items() if pair[0] != pair[1]]
     wrong += [(name, *pair) for name, pair in at_most.items() if pair[0] > pair[1]]
     for name, planned, compiled in wrong:

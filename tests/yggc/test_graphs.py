@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests import oracle, toy
-from yggc.export import draft_pass
-from yggc.graphs import CHILD_BLOCK, best_children, log_acceptance
-from yggrt.artifacts import LOG_Q_MIN
+from yggc.export import draft_pass, eager_run, fused_draft
+from yggc.graphs import log_acceptance
+from yggc.kernels import OPERATORS
+from yggrt.artifacts import LOG_Q_MIN, Step
 from yggrt.plan import AcceptanceTable, identity_table
 from yggrt.tree import TreeShape
 
@@ -38,13 +39,38 @@ def test_growth_equals_the_oracle_over_the_whole_pool(verifier, shape, kind):
     assert tree.depths.tolist() == [len(oracle.ancestors(parents, node)) - 1 for node in range(len(parents))]
 
 
-@pytest.mark.parametrize("vocab_size", [64, 8 * CHILD_BLOCK, 8 * CHILD_BLOCK + 1, 5000])
-def test_two_step_top_k_is_exact(vocab_size):
+@pytest.mark.parametrize("shape", [TreeShape(8, 4, 16), TreeShape(3, 2, 5)])
+@pytest.mark.parametrize("prompt", [[7], [7, 30, 12, 55, 9, 41]])
+@pytest.mark.parametrize("vocabulary", [None, tuple(range(1, 64, 2))])
+def test_a_fused_draft_grows_the_tree_of_single_passes(verifier, shape, prompt, vocabulary):
+    drafter = toy.make_drafter("sometimes", verifier)
+    decoder = toy.make_engine(drafter, verifier, shape, vocabulary=vocabulary).decoder
+    limits = decoder.draft.limits
+    _, one_pass = toy.make_steps(drafter, verifier, limits, vocabulary=vocabulary)
+    fused = fused_draft(one_pass, shape.draft_width, shape.draft_depth)
+    decoder.prefill(prompt)
+    by_passes = decoder.draft_tree(prompt, shape)
+    rows_by_passes = [buffer[:, : len(prompt) + shape.capacity].clone() for buffer in decoder.drafter_cache.buffers]
+    step = Step(fused.role, eager_run(fused), fused.inputs, limits)
+    step.bind(decoder.drafter_cache.buffers, decoder.drafter_cache.layouts, decoder.drafter_cache.dtype)
+    decoder.drafter_cache.reset()
+    for buffer in decoder.drafter_cache.buffers:
+        buffer.zero_()
+    decoder.fused = {shape.draft_depth: step}
+    at_once = decoder.draft_tree(prompt, shape)
+    for name in ("tokens", "parents", "depths", "values"):
+        assert torch.equal(getattr(at_once, name), getattr(by_passes, name)), name
+    for kept, buffer in zip(rows_by_passes, decoder.drafter_cache.buffers, strict=True):
+        torch.testing.assert_close(buffer[:, 1 : len(prompt) + shape.capacity], kept[:, 1:])
+
+
+@pytest.mark.parametrize("vocab_size", [9, 64, 2049, 5000])
+def test_the_best_children_are_exact(vocab_size):
     torch.manual_seed(vocab_size)
     logits = torch.randn(5, vocab_size) * 4
-    logits[1, -1] = 50.0  # the last, padded block
-    logits[2, : 2 * CHILD_BLOCK] += 30.0  # several of the best in one block
-    tokens, log_q = best_children(logits, 8)
+    logits[1, -1] = 50.0
+    logits[2, : vocab_size // 2] += 30.0
+    tokens, log_q = OPERATORS.children(logits, 8)
     expected = torch.log_softmax(logits, -1).topk(8)
     assert tokens.tolist() == expected.indices.tolist()
     torch.testing.assert_close(log_q, expected.values)

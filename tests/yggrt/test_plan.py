@@ -24,6 +24,7 @@ from yggrt.plan import (
     Artifact,
     BundleFile,
     CalibrationRecord,
+    DraftGraph,
     LatencyPoint,
     Manifest,
     ModelIdentity,
@@ -45,7 +46,7 @@ SHA256 = "0123456789abcdef" * 4
 
 
 def sample_plan() -> Plan:
-    """A plan that uses every field of format version 1."""
+    """A plan that uses every field of the current format version."""
     return Plan(
         sku="cpu-x86_64-avx512_bf16-2c",
         target="cpu",
@@ -58,6 +59,7 @@ def sample_plan() -> Plan:
         schedule=sequential_schedule(),
         acceptance_table=identity_table(8, num_knots=5),
         plain_width=4,
+        draft_graphs=(DraftGraph(2, False, 0.004, 0.0041), DraftGraph(4, True, 0.0084, 0.0071)),
         prediction=Prediction(tpot_s=0.008, plain_tpot_s=0.015, tokens_per_iteration=2.5),
         curves=(LatencyPoint("verify", 8, 128, 0.0173, 0.0004), LatencyPoint("draft", 8, 128, 0.0021, 0.0)),
         calibration=CalibrationRecord("built-in", SHA256, 60, 7680),
@@ -66,7 +68,7 @@ def sample_plan() -> Plan:
 
 
 def sample_manifest() -> Manifest:
-    """A manifest that uses every field of format version 1."""
+    """A manifest that uses every field of the current format version."""
     limits = StepLimits(
         kv_rows=2100, max_width=64, max_moves=16, max_nodes=33, pool_size=24, num_children=8, num_knots=33
     )
@@ -84,10 +86,18 @@ def sample_manifest() -> Manifest:
         drafter=ModelLayout(SHA256, 49152, 192, 2048, (full, full)),
         verifier=ModelLayout(SHA256, 49280, 576, 8192, (sliding, full)),
         artifacts=(
-            Artifact("verify", "verify.pt2", 378_000_000, SHA256, limits),
-            Artifact("draft", "draft.pt2", 2**33, SHA256, limits),
+            Artifact("verify", "verify.pt2", 3_780_000, SHA256, limits, "verify.weights"),
+            Artifact("draft", "draft.pt2", 2**33, SHA256, limits, "draft.weights"),
+            Artifact("draft.d4", "draft.d4.pt2", 3_400_000, SHA256, limits, "draft.weights"),
         ),
-        files=(BundleFile("plan.ygg", 900, SHA256), BundleFile("tokenizer.json", 2_100_000, SHA256)),
+        files=(
+            BundleFile("plan.ygg", 900, SHA256),
+            BundleFile("tokenizer.json", 2_100_000, SHA256),
+            BundleFile("kernels.so", 107_000, SHA256),
+            BundleFile("verify.weights", 98_000_000, SHA256),
+            BundleFile("draft.weights", 28_000_000, SHA256),
+        ),
+        kernels="kernels.so",
         text=TextSpec("{{ messages[0].content }}", "<s>", "</s>", None, None, (0, 2)),
     )
 
@@ -167,6 +177,9 @@ def edited(data: bytes, path: str, value: object) -> bytes:
         ("max_context", 0, "max_context"),
         ("max_context", 8193, "verifier's context"),
         ("plain_width", 0, "plain_width"),
+        ("draft_graphs.0.depth", 3, "not on the menu"),
+        ("draft_graphs.0.depth", 4, "ascending"),
+        ("draft_graphs.1.fused_s", 0.0, "above 0"),
         ("drafter.fingerprint", "abc", "sha256"),
         ("drafter.num_layers", 0, "num_layers"),
         ("drafter.vocab_size", 49151, "draft_vocabulary holds 49151"),
@@ -235,6 +248,10 @@ def test_a_plan_edited_into_the_impossible_is_refused_and_says_why(path, value, 
         ("drafter.layers.0.num_heads", 0, "start at 1"),
         ("artifacts", [], "role verify"),
         ("artifacts.0.role", "prefill", "unknown artifact role"),
+        ("artifacts.2.role", "draft.d0", "unknown artifact role"),
+        ("artifacts.2.role", "draft", "two artifacts of one role"),
+        ("artifacts.0.weights", "other.weights", "lack other.weights"),
+        ("kernels", "", "files of the bundle lack"),
         ("artifacts.0.num_bytes", -1, "-1 bytes"),
         ("artifacts.0.limits.kv_rows", 0, "kv_rows"),
         ("files.0.file", "bundle.ygg", "lists itself"),
@@ -277,7 +294,8 @@ def test_only_bare_file_names_are_accepted(place, name):
 
 
 def test_a_long_list_of_names_is_checked_quickly():
-    files = tuple(BundleFile(f"weights-{index}.safetensors", 1, SHA256) for index in range(20_000))
+    many = tuple(BundleFile(f"weights-{index}.safetensors", 1, SHA256) for index in range(20_000))
+    files = sample_manifest().files + many
     started = time.monotonic()
     plans.decode_manifest(plans.encode_manifest(dataclasses.replace(sample_manifest(), files=files)))
     assert time.monotonic() - started < 5
@@ -349,11 +367,19 @@ def test_every_readable_version_has_a_fixture_that_is_still_read():
             assert (plan, manifest) == (sample_plan(), sample_manifest())
 
 
+def test_files_of_older_versions_are_refused_by_number():
+    for version in range(1, plans.OLDEST_READABLE_VERSION):
+        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads"):
+            plans.read_plan(FIXTURES / f"v{version}.plan.ygg")
+        with pytest.raises(BundleFormatError, match=f"format version {version}; this runtime reads"):
+            wire.read_file(plans.MANIFEST_FORMAT, Manifest, FIXTURES / f"v{version}.bundle.ygg")
+
+
 def test_a_version_that_is_not_readable_is_refused_by_number():
     for version in (0, plans.FORMAT_VERSION + 1):
         data = bytearray(plans.encode_plan(sample_plan()))
         data[8:12] = struct.pack("<I", version)
-        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 1 to 1. Rebuild it"):
+        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 2 to 2. Rebuild it"):
             plans.decode_plan(bytes(data))
 
 

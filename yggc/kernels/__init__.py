@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -123,12 +124,13 @@ def c_interface() -> dict[torch._ops.OpOverload, list[str]]:
     return declarations
 
 
-def find_compiler() -> str:
-    """The C++ compiler: CXX, else g++, else clang++. Raises BuildError when there is none."""
+def find_compiler() -> list[str]:
+    """The C++ compiler's command: CXX, else g++, else clang++. Raises BuildError when there is none."""
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
     for name in wanted:
-        if found := shutil.which(name):
-            return found
+        command = shlex.split(name)
+        if command and (found := shutil.which(command[0])):
+            return [found, *command[1:]]
     raise BuildError(
         f"no C++ compiler found (looked for {' and '.join(wanted)}); install one, or name it in CXX. "
         "Only building needs it, running a bundle does not."
@@ -142,7 +144,7 @@ def compile_kernels(path: Path) -> None:
     """
     libraries = Path(torch.__file__).parent / "lib"
     command = [
-        find_compiler(), "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared",
+        *find_compiler(), "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared",
         "-w", f"-DYGG_TAG={TAG}", *(f"-I{folder}" for folder in include_paths()), str(SOURCE), "-o", str(path),
         f"-L{libraries}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip

@@ -33,6 +33,7 @@ constexpr int LANES = 4;
 #endif
 constexpr int PANEL = 32;      // weights side by side; yggc/packing.py has the same number
 constexpr int BLOCK = 32;      // features that share a scale and an offset; as in yggc/packing.py
+constexpr int AHEAD = 4096;    // bytes that weights are fetched ahead of their use: the hardware stops at every page
 constexpr int CHUNK = 64;      // features decoded at a time, so that they stay in the first-level cache
 constexpr int TILE_VECTORS = PANEL / LANES < 2 ? 1 : 2;
 constexpr int TILE_COLUMNS = TILE_VECTORS * LANES;
@@ -121,7 +122,7 @@ struct Weights {
   Vector part[TILE_VECTORS];
 };
 
-template <int BYTES, Vector (*READ)(const uint8_t*)>
+template <int BYTES, Vector (*READ)(const uint8_t*), bool FROM_MEMORY = true>
 struct Plain {
   static int64_t panel_bytes(int64_t features) { return features * PANEL * BYTES; }
   template <class Use>
@@ -129,6 +130,8 @@ struct Plain {
       const uint8_t* panel, int column, int64_t first, int64_t count, Use&& use) {
     const uint8_t* from = panel + (first * PANEL + column) * BYTES;
     for (int64_t feature = 0; feature < count; ++feature, from += PANEL * BYTES) {
+      for (int line = 0; FROM_MEMORY && line < TILE_COLUMNS * BYTES; line += 64)
+        __builtin_prefetch(from + AHEAD + line);
       Weights weights;
       for (int v = 0; v < TILE_VECTORS; ++v) weights.part[v] = READ(from + v * LANES * BYTES);
       use(feature, weights);
@@ -137,6 +140,7 @@ struct Plain {
 };
 
 using Float32 = Plain<4, read_float32>;
+using Decoded = Plain<4, read_float32, false>;
 using BFloat16 = Plain<2, read_bfloat16>;
 using Float16 = Plain<2, read_float16>;
 
@@ -152,6 +156,7 @@ struct Affine {
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
       const uint8_t* block = panel + (first + begin) / BLOCK * BLOCK_BYTES;
       const uint8_t* levels = block + PANEL * 4 + column;
+      for (int line = 0; column == 0 && line < BLOCK_BYTES; line += 64) __builtin_prefetch(block + AHEAD + line);
       Weights scale, offset;
       for (int v = 0; v < TILE_VECTORS; ++v) {
         scale.part[v] = read_float16(block + (column + v * LANES) * 2);
@@ -187,15 +192,17 @@ void decode(const uint8_t* panel, int64_t first, int64_t count, float* out) {
 
 enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, AFFINE8 = 3, AFFINE4 = 4 };
 
+bool known_format(int64_t format) { return format >= FLOAT32 && format <= AFFINE4; }
+
 template <class Visitor>
-bool with_format(int64_t format, Visitor&& visit) {
+void with_format(int64_t format, Visitor&& visit) {
   switch (format) {
-    case FLOAT32: visit(Float32{}); return true;
-    case BFLOAT16: visit(BFloat16{}); return true;
-    case FLOAT16: visit(Float16{}); return true;
-    case AFFINE8: visit(Affine8{}); return true;
-    case AFFINE4: visit(Affine4{}); return true;
-    default: return false;
+    case FLOAT32: visit(Float32{}); return;
+    case BFLOAT16: visit(BFloat16{}); return;
+    case FLOAT16: visit(Float16{}); return;
+    case AFFINE8: visit(Affine8{}); return;
+    case AFFINE4: visit(Affine4{}); return;
+    default: return;
   }
 }
 
@@ -290,7 +297,7 @@ void multiply(
           const int64_t count = std::min<int64_t>(CHUNK, features - first);
           decode<Packed>(packed, first, count, decoded);
           for (int64_t row = 0; row < rows; row += TILE_ROWS)
-            multiply_few<Float32>(
+            multiply_few<Decoded>(
                 std::min<int64_t>(TILE_ROWS, rows - row), inputs + row * features + first, features,
                 reinterpret_cast<const uint8_t*>(decoded), 0, count, sums.data + row * PANEL);
         }
@@ -660,53 +667,53 @@ AOTITorchError YGG_OP(linear)(
   for (int64_t dim = 0; dim < dims - 1; ++dim) rows *= sizes[dim];
   const int64_t features = sizes[dims - 1];
   const int32_t type = dtype(inputs);
+  const bool wide_inputs = type == aoti_torch_dtype_float32();
+  if (!known_format(format) || !(wide_inputs || type == aoti_torch_dtype_bfloat16())) return AOTI_TORCH_FAILURE;
   sizes[dims - 1] = columns;
   if (allocate(sizes, dims, type, result) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
   const uint8_t* packed = pointer<const uint8_t*>(weights);
-  bool known;
-  if (type == aoti_torch_dtype_float32()) {
-    known = with_format(format, [&](auto kind) {
+  if (wide_inputs) {
+    with_format(format, [&](auto kind) {
       multiply<decltype(kind)>(pointer<const float*>(inputs), rows, features, packed, columns, pointer<float*>(*result));
     });
-  } else if (type == aoti_torch_dtype_bfloat16()) {
+  } else {
     Aligned wide(rows * features);
     const uint16_t* from = pointer<const uint16_t*>(inputs);
     for (int64_t index = 0; index < rows * features; ++index) wide.data[index] = bfloat16_value(from[index]);
-    known = with_format(format, [&](auto kind) {
+    with_format(format, [&](auto kind) {
       multiply<decltype(kind)>(wide.data, rows, features, packed, columns, pointer<uint16_t*>(*result));
     });
-  } else {
-    return AOTI_TORCH_FAILURE;
   }
-  return known ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
+  return AOTI_TORCH_SUCCESS;
 }
 
 // Rows `tokens` [...] of a packed matrix [?, features]: [..., features], bfloat16 when `narrow`, else float32.
 AOTITorchError YGG_OP(embedding)(
-    AtenTensorHandle tokens, AtenTensorHandle weights, int64_t features, int64_t format, int64_t narrow,
+    AtenTensorHandle tokens, AtenTensorHandle weights, int64_t features, int64_t format, int32_t narrow,
     AtenTensorHandle* result) {
   int64_t sizes[MAX_DIMS], dims = 0, count = 1;
-  if (!contiguous_sizes(tokens, sizes, &dims)) return AOTI_TORCH_FAILURE;
+  if (!contiguous_sizes(tokens, sizes, &dims) || dtype(tokens) != aoti_torch_dtype_int64() || !known_format(format))
+    return AOTI_TORCH_FAILURE;
   for (int64_t dim = 0; dim < dims; ++dim) count *= sizes[dim];
   sizes[dims] = features;
   const int32_t type = narrow ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32();
   if (allocate(sizes, dims + 1, type, result) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
   const uint8_t* packed = pointer<const uint8_t*>(weights);
   const int64_t* ids = pointer<const int64_t*>(tokens);
-  const bool known = with_format(format, [&](auto kind) {
+  with_format(format, [&](auto kind) {
     if (narrow)
       gather<decltype(kind)>(ids, count, packed, features, pointer<uint16_t*>(*result));
     else
       gather<decltype(kind)>(ids, count, packed, features, pointer<float*>(*result));
   });
-  return known ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
+  return AOTI_TORCH_SUCCESS;
 }
 
 // The `count` best columns of logits [rows, columns]: columns int64 [rows, count] and log probabilities float32.
 AOTITorchError YGG_OP(children)(
     AtenTensorHandle logits, int64_t count, AtenTensorHandle* columns, AtenTensorHandle* log_q) {
   int64_t sizes[MAX_DIMS], dims = 0;
-  if (!contiguous_sizes(logits, sizes, &dims) || dims != 2 || sizes[1] < count) return AOTI_TORCH_FAILURE;
+  if (!contiguous_sizes(logits, sizes, &dims) || dims != 2 || count < 1 || sizes[1] < count) return AOTI_TORCH_FAILURE;
   const int64_t rows = sizes[0], width = sizes[1], shape[] = {rows, count};
   const int32_t type = dtype(logits);
   const bool wide = type == aoti_torch_dtype_float32();
@@ -747,17 +754,21 @@ AOTITorchError YGG_OP(attention)(
   const int32_t type = dtype(queries);
   const bool dense = stride(queries, 2) == 1 && stride(mask, 1) == 1 && stride(keys, 2) == 1 &&
                      stride(keys, 1) == sizes.key_dim && stride(values, 2) == 1 && stride(values, 1) == sizes.value_dim;
-  if (!dense || dtype(keys) != type || dtype(values) != type || dtype(mask) != type) return AOTI_TORCH_FAILURE;
+  const bool fits = size(keys, 1) >= sizes.extent && size(values, 1) >= sizes.extent &&
+                    size(values, 0) == sizes.kv_heads && size(keys, 2) == sizes.key_dim &&
+                    size(mask, 0) == sizes.width && sizes.heads % sizes.kv_heads == 0;
+  const bool wide = type == aoti_torch_dtype_float32();
+  if (!dense || !fits || dtype(keys) != type || dtype(values) != type || dtype(mask) != type ||
+      !(wide || type == aoti_torch_dtype_bfloat16()))
+    return AOTI_TORCH_FAILURE;
   const int64_t shape[] = {sizes.width, sizes.heads, sizes.value_dim};
   if (allocate(shape, 3, type, result) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
-  if (type == aoti_torch_dtype_float32())
+  if (wide)
     attend_all(sizes, pointer<const float*>(queries), pointer<const float*>(keys), pointer<const float*>(values),
                pointer<const float*>(mask), pointer<float*>(*result));
-  else if (type == aoti_torch_dtype_bfloat16())
+  else
     attend_all(sizes, pointer<const uint16_t*>(queries), pointer<const uint16_t*>(keys),
                pointer<const uint16_t*>(values), pointer<const uint16_t*>(mask), pointer<uint16_t*>(*result));
-  else
-    return AOTI_TORCH_FAILURE;
   return AOTI_TORCH_SUCCESS;
 }
 

@@ -1,0 +1,528 @@
+"""The CPU kernels through their C interface: against brute force, and each row the same bits in any company."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from yggc.kernels import OPERATORS, c_interface, compile_kernels, find_compiler
+from yggc.packing import BLOCK, AffineWeights, Format, PackedMatrix, pack, unpack
+from yggrt.artifacts import MASK_VALUE
+from yggrt.errors import BuildError
+
+PLAIN = {Format.FLOAT32: torch.float32, Format.BFLOAT16: torch.bfloat16, Format.FLOAT16: torch.float16}
+DTYPES = (torch.float32, torch.bfloat16)
+UNKNOWN_FORMAT = 9
+C_TYPES = {
+    "AtenTensorHandle": ctypes.c_void_p,
+    "int64_t": ctypes.c_int64,
+    "int32_t": ctypes.c_int32,
+    "double": ctypes.c_double,
+    "AtenTensorHandle*": ctypes.POINTER(ctypes.c_void_p),
+}
+
+
+class KernelFailure(Exception):
+    """A kernel returned an error code."""
+
+
+class Kernels:
+    """The compiled library; a call takes tensors and numbers in the operator's order and returns its results."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._delete = library.aoti_torch_delete_tensor_object
+        self._delete.argtypes = [ctypes.c_void_p]
+        self._functions = {}
+        for operator, (declaration,) in c_interface().items():
+            name = declaration.split("(")[0].split()[-1]
+            types = declaration[declaration.index("(") + 1 : -1].split(", ")
+            function = getattr(library, name)
+            function.argtypes = [C_TYPES[kind] for kind in types]
+            self._functions[operator] = (function, types.count("AtenTensorHandle*"))
+
+    def __call__(self, operator: torch._ops.OpOverload, *arguments: Tensor | int | float) -> list[Tensor]:
+        function, num_results = self._functions[operator]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        handles = [_pointer(capsule) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
+        remaining = iter(handles)
+        values = [next(remaining) if isinstance(argument, Tensor) else argument for argument in arguments]
+        results = [ctypes.c_void_p() for _ in range(num_results)]
+        code = function(*values, *map(ctypes.byref, results))
+        for handle in handles:
+            self._delete(handle)
+        if code:
+            for result in results:
+                if result:
+                    self._delete(result)
+            raise KernelFailure(code)
+        return [torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(result)) for result in results]
+
+    def linear(self, inputs: Tensor, matrix: PackedMatrix) -> Tensor:
+        return self(OPERATORS.linear, inputs, matrix.data, matrix.rows, int(matrix.format))[0]
+
+    def embedding(self, tokens: Tensor, matrix: PackedMatrix, narrow: bool = False) -> Tensor:
+        return self(OPERATORS.embedding, tokens, matrix.data, matrix.features, int(matrix.format), narrow)[0]
+
+    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return self(OPERATORS.attention, queries, keys, values, mask, scale)[0]
+
+    def children(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        columns, log_q = self(OPERATORS.children, logits, count)
+        return columns, log_q
+
+
+def _pointer(capsule: object) -> int:
+    function = ctypes.pythonapi.PyCapsule_GetPointer
+    function.restype, function.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return function(capsule, None)
+
+
+def _capsule(pointer: ctypes.c_void_p) -> object:
+    function = ctypes.pythonapi.PyCapsule_New
+    function.restype, function.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return function(pointer, None, None)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    compile_kernels(path)
+    return Kernels(path)
+
+
+def make_matrix(kind: Format, rows: int, features: int) -> PackedMatrix:
+    """A random matrix whose smallest format is `kind`."""
+    if kind in PLAIN:
+        matrix = pack(torch.randn(rows, features).to(PLAIN[kind]))
+    else:
+        bits = 4 if kind is Format.AFFINE4 else 8
+        levels = torch.randint(0, 2**bits, (rows, features), dtype=torch.uint8)
+        blocks = (rows, features // BLOCK)
+        affine = AffineWeights(levels, torch.randn(blocks).half() / 2**bits, torch.randn(blocks).half() / 4, bits)
+        matrix = pack(affine.values(), affine)
+    assert matrix.format is kind
+    return matrix
+
+
+# Products
+
+MATRICES = [(kind, rows, features) for kind in Format for rows, features in ((1, 32), (33, 64), (70, 160))]
+MATRICES += [(kind, 45, features) for kind in PLAIN for features in (1, 100)]
+"""Formats with rows that do not fill a panel of 32, and features that do not fill the 64 decoded at a time."""
+
+
+@pytest.mark.parametrize("kind, columns, features", MATRICES)
+def test_linear_equals_the_product_in_float64_at_every_width(kernels, kind, columns, features):
+    torch.manual_seed(columns)
+    matrix = make_matrix(kind, columns, features)
+    for width in (*range(1, 10), 16, 20):
+        inputs = torch.randn(width, features)
+        exact = inputs.double() @ unpack(matrix).double().t()
+        found = kernels.linear(inputs, matrix)
+        assert found.shape == (width, columns) and found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("kind", Format)
+@pytest.mark.parametrize("width", [3, 20])
+def test_linear_of_bfloat16_is_the_float32_result_rounded(kernels, kind, width):
+    torch.manual_seed(1)
+    matrix = make_matrix(kind, 70, 160)
+    inputs = torch.randn(width, 160).bfloat16()
+    found = kernels.linear(inputs, matrix)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, kernels.linear(inputs.float(), matrix).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(96,), (1, 2, 96), (2, 3, 96), (3, 1, 4, 96)])
+def test_linear_keeps_leading_dimensions(kernels, shape):
+    torch.manual_seed(2)
+    matrix = make_matrix(Format.BFLOAT16, 33, 96)
+    inputs = torch.randn(shape)
+    found = kernels.linear(inputs, matrix)
+    assert found.shape == (*shape[:-1], 33) and found.is_contiguous()
+    assert torch.equal(found.view(-1, 33), kernels.linear(inputs.view(-1, 96), matrix))
+
+
+@pytest.mark.field(8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind, columns, features", MATRICES)
+def test_a_row_of_a_product_is_the_same_bits_alone_and_among_any_others(kernels, kind, columns, features, dtype):
+    torch.manual_seed(features)
+    matrix = make_matrix(kind, columns, features)
+    inputs = torch.randn(20, features).to(dtype)
+    whole = kernels.linear(inputs, matrix)
+    for count in range(1, 20):
+        assert torch.equal(kernels.linear(inputs[:count], matrix), whole[:count])
+        assert torch.equal(kernels.linear(inputs[-count:], matrix), whole[-count:])
+    for row in range(20):
+        assert torch.equal(kernels.linear(inputs[row : row + 1], matrix), whole[row : row + 1])
+
+
+@pytest.mark.field(8)
+@pytest.mark.parametrize("kind", Format)
+def test_matrices_below_one_another_give_the_columns_of_each(kernels, kind):
+    torch.manual_seed(3)
+    upper, lower = make_matrix(kind, 45, 96), make_matrix(kind, 20, 96)
+    values = torch.cat((unpack(upper), unpack(lower)))
+    inputs = torch.randn(5, 96)
+    found = kernels.linear(inputs, pack(values))
+    assert torch.equal(found[:, :45], kernels.linear(inputs, upper))
+    assert torch.equal(found[:, 45:], kernels.linear(inputs, lower))
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("kind, rows, features", [entry for entry in MATRICES if entry[1] > 33])
+def test_embedding_rows_are_the_unpacked_rows_bit_for_bit(kernels, kind, rows, features, narrow):
+    torch.manual_seed(rows + features)
+    matrix = make_matrix(kind, rows, features)
+    tokens = torch.tensor([[0, 31, 32], [rows - 1, 33, 31]])  # at the borders of panels, one twice
+    found = kernels.embedding(tokens, matrix, narrow)
+    expected = unpack(matrix)[tokens]
+    assert torch.equal(found, expected.bfloat16() if narrow else expected)
+    assert found.dtype == (torch.bfloat16 if narrow else torch.float32)
+
+
+def test_every_row_of_an_embedding_is_found(kernels):
+    torch.manual_seed(4)
+    matrix = make_matrix(Format.AFFINE4, 70, 96)
+    assert torch.equal(kernels.embedding(torch.arange(70), matrix), unpack(matrix))
+
+
+# Attention
+
+
+class Scene:
+    """Random inputs of an attention, as a step has them: queries turned, keys and values in longer buffers."""
+
+    def __init__(self, heads: int, kv_heads: int, key_dim: int, value_dim: int, width: int, extent: int) -> None:
+        self.queries = torch.randn(width, heads, key_dim).transpose(0, 1)
+        self.keys = torch.randn(kv_heads, extent + 5, key_dim)[:, :extent]
+        self.values = torch.randn(kv_heads, extent + 5, value_dim)[:, :extent]
+        self.mask = torch.where(torch.rand(width, extent + 3) < 0.5, 0.0, MASK_VALUE)[:, :extent]
+        self.mask[:, 16:48] = MASK_VALUE  # whole blocks that no row sees
+        self.mask[torch.arange(width), torch.arange(width) % min(extent, 16)] = 0.0
+        self.scale = key_dim**-0.5
+
+    def to(self, dtype: torch.dtype) -> Scene:
+        for name in ("queries", "keys", "values", "mask"):
+            tensor: Tensor = getattr(self, name)
+            changed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+            setattr(self, name, changed.copy_(tensor))
+        return self
+
+    def run(self, attention: Callable[..., Tensor], rows: Sequence[int] | slice = slice(None)) -> Tensor:
+        return attention(self.queries[:, rows], self.keys, self.values, self.mask[rows], self.scale)
+
+    def exact(self) -> Tensor:
+        """PyTorch's attention in float64."""
+        queries, keys, values, mask = (
+            tensor.double()[None] for tensor in (self.queries, self.keys, self.values, self.mask)
+        )
+        rows = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=self.scale, enable_gqa=True
+        )
+        return rows[0].transpose(0, 1)
+
+
+SCENES = [
+    # heads, kv_heads, key_dim, value_dim, width, extent
+    (1, 1, 1, 1, 1, 1),
+    (4, 4, 16, 16, 1, 15),
+    (4, 2, 20, 12, 5, 37),
+    (9, 3, 64, 64, 7, 130),
+    (6, 1, 40, 100, 3, 17),
+    (2, 2, 24, 80, 30, 64),
+]
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_attention_equals_pytorchs(kernels, scene):
+    torch.manual_seed(5)
+    inputs = Scene(*scene)
+    found = inputs.run(kernels.attention)
+    assert found.shape == (scene[4], scene[0], scene[3]) and found.is_contiguous()
+    torch.testing.assert_close(found.double(), inputs.exact(), rtol=1e-5, atol=2e-6)
+
+
+def test_attention_adds_a_mask_that_does_not_hide(kernels):
+    torch.manual_seed(6)
+    inputs = Scene(4, 2, 20, 12, 5, 37)
+    inputs.mask += torch.randn(5, 37)
+    torch.testing.assert_close(inputs.run(kernels.attention).double(), inputs.exact(), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [0.0, 30.0, 1e4])
+def test_attention_is_exact_where_scores_are_equal_or_far_apart(kernels, size):
+    torch.manual_seed(7)
+    inputs = Scene(4, 2, 16, 16, 5, 37)
+    inputs.queries = inputs.queries * size
+    torch.testing.assert_close(inputs.run(kernels.attention).double(), inputs.exact(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_attention_of_bfloat16_is_the_float32_result_rounded(kernels, scene):
+    torch.manual_seed(8)
+    inputs = Scene(*scene).to(torch.bfloat16)
+    found = inputs.run(kernels.attention)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, inputs.to(torch.float32).run(kernels.attention).bfloat16())
+
+
+@pytest.mark.field(8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_row_of_attention_is_the_same_bits_alone_and_among_any_others(kernels, scene, dtype):
+    torch.manual_seed(9)
+    inputs = Scene(*scene).to(dtype)
+    whole = inputs.run(kernels.attention)
+    for row in range(scene[4]):
+        assert torch.equal(inputs.run(kernels.attention, slice(row, row + 1)), whole[row : row + 1])
+        assert torch.equal(inputs.run(kernels.attention, slice(row + 1)), whole[: row + 1])
+    assert torch.equal(inputs.run(kernels.attention, range(scene[4])[::-1]), whole.flip(0))
+
+
+@pytest.mark.field(8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scene", SCENES)
+def test_slots_that_a_row_does_not_see_change_no_bit_wherever_they_lie(kernels, scene, dtype):
+    torch.manual_seed(10)
+    inputs = Scene(*scene).to(dtype)
+    whole = inputs.run(kernels.attention)
+    for row in range(scene[4]):
+        visible = (inputs.mask[row] == 0).nonzero()[:, 0]
+        query = inputs.queries[:, row : row + 1]
+        keys, values = inputs.keys[:, visible].contiguous(), inputs.values[:, visible].contiguous()
+        for gap in (0, 1, 3, 16):  # invisible slots between any two, with contents of their own
+            places = torch.arange(len(visible)) * (gap + 1) + gap // 2
+            extent = int(places[-1]) + 1 + gap
+            spread_keys = torch.randn(len(keys), extent, keys.shape[2]).to(dtype) * 1e6
+            spread_values = torch.randn(len(values), extent, values.shape[2]).to(dtype) * 1e6
+            spread_keys[:, places], spread_values[:, places] = keys, values
+            mask = torch.full((1, extent), MASK_VALUE, dtype=dtype)
+            mask[:, places] = 0
+            found = kernels.attention(query, spread_keys, spread_values, mask, inputs.scale)
+            assert torch.equal(found, whole[row : row + 1])
+
+
+# Children
+
+
+def best_by_sorting(logits: Tensor, count: int) -> tuple[list[list[int]], Tensor]:
+    """Columns by (logit, column) and their log probabilities; what is not finite counts as +-1e30, NaN as -1e30."""
+    rows = []
+    for row in logits.tolist():
+        rows.append([-1e30 if value != value else min(max(value, -1e30), 1e30) for value in row])
+    columns = [sorted(range(len(row)), key=lambda column, row=row: (-row[column], column))[:count] for row in rows]
+    log_q = torch.log_softmax(torch.tensor(rows, dtype=torch.float64), dim=-1)
+    return columns, log_q.gather(1, torch.tensor(columns)).float()
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def children(request, kernels) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+    return kernels.children if request.param == "kernel" else OPERATORS.children
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows, columns, count", [(1, 1, 1), (3, 9, 9), (2, 15, 4), (3, 17, 8), (2, 300, 1), (5, 5000, 8)]
+)
+def test_children_are_the_best_in_order(children, rows, columns, count, dtype):
+    torch.manual_seed(11)
+    logits = (torch.randn(rows, columns) * 4).to(dtype)  # in bfloat16 many are equal
+    found, log_q = children(logits, count)
+    expected, expected_log_q = best_by_sorting(logits, count)
+    assert found.tolist() == expected and found.dtype == torch.int64
+    torch.testing.assert_close(log_q, expected_log_q, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [7, 40, 333])
+def test_the_lower_column_is_first_among_equals(children, columns, dtype):
+    torch.manual_seed(12)
+    logits = torch.randint(0, 3, (6, columns)).to(dtype)
+    logits[0] = 0
+    logits[1] = torch.arange(columns) % 2
+    found, log_q = children(logits, 7)
+    expected, expected_log_q = best_by_sorting(logits, 7)
+    assert found.tolist() == expected
+    torch.testing.assert_close(log_q, expected_log_q, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [7, 40, 333])
+def test_logits_that_are_not_finite_break_nothing(children, columns, dtype):
+    torch.manual_seed(13)
+    logits = torch.randn(9, columns)
+    logits[0, 5] = torch.nan
+    logits[1, -1] = torch.nan
+    logits[2, -1] = torch.inf
+    logits[3, [1, 4]] = torch.inf
+    logits[4, 3] = -torch.inf
+    logits[5] = torch.nan
+    logits[6] = torch.inf
+    logits[7] = -torch.inf
+    logits[8, ::2], logits[8, 1], logits[8, 3] = -torch.inf, torch.inf, torch.nan
+    logits = logits.to(dtype)
+    found, log_q = children(logits, 5)
+    expected, expected_log_q = best_by_sorting(logits, 5)
+    assert found.tolist() == expected
+    assert torch.isfinite(log_q).all()
+    torch.testing.assert_close(log_q, expected_log_q, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.field(8)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_children_are_the_same_bits_alone_and_among_any_others(kernels, dtype):
+    torch.manual_seed(14)
+    logits = torch.randn(9, 333).to(dtype)
+    whole = kernels.children(logits, 8)
+    for row in range(9):
+        alone = kernels.children(logits[row : row + 1], 8)
+        assert all(torch.equal(part, among[row : row + 1]) for part, among in zip(alone, whole, strict=True))
+
+
+# The operators' references in Python
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", Format)
+def test_references_equal_the_kernels(kernels, kind, dtype):
+    torch.manual_seed(15)
+    matrix = make_matrix(kind, 70, 96)
+    tokens = torch.tensor([[0, 31, 69]])
+    close = {"rtol": 2.0**-7, "atol": 2.0**-7} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    inputs = torch.randn(2, 3, 96).to(dtype)
+    expected = OPERATORS.linear(inputs, matrix.data, matrix.rows, int(kind))
+    torch.testing.assert_close(kernels.linear(inputs, matrix), expected, **close)
+    narrow = dtype == torch.bfloat16
+    expected = OPERATORS.embedding(tokens, matrix.data, matrix.features, int(kind), narrow)
+    assert torch.equal(kernels.embedding(tokens, matrix, narrow), expected)
+    scene = Scene(4, 2, 20, 12, 5, 37).to(dtype)
+    torch.testing.assert_close(scene.run(kernels.attention), scene.run(OPERATORS.attention), **close)
+
+
+# Refusals
+
+
+def bad_linear() -> dict[str, tuple]:
+    matrix = make_matrix(Format.FLOAT32, 33, 64)
+    good, rest = torch.randn(64, 64), (matrix.data, 33, int(Format.FLOAT32))
+    return {
+        "turned": (good.t(), *rest),
+        "with gaps": (torch.randn(4, 128)[:, ::2], *rest),
+        "rows apart": (torch.randn(4, 128)[:, :64], *rest),
+        "float64": (good.double(), *rest),
+        "float16": (good.half(), *rest),
+        "no dimension": (torch.tensor(1.0), *rest),
+        "eight dimensions": (good[(None,) * 6], *rest),
+        "an unknown format": (good, matrix.data, 33, UNKNOWN_FORMAT),
+        "a negative format": (good, matrix.data, 33, -1),
+        "bfloat16 in an unknown format": (good.bfloat16(), matrix.data, 33, UNKNOWN_FORMAT),
+    }
+
+
+def bad_embedding() -> dict[str, tuple]:
+    matrix = make_matrix(Format.FLOAT32, 33, 64)
+    return {
+        "turned": (torch.zeros(2, 3, dtype=torch.int64).t(), matrix.data, 64, int(Format.FLOAT32), False),
+        "with gaps": (torch.zeros(8, dtype=torch.int64)[::2], matrix.data, 64, int(Format.FLOAT32), False),
+        "an unknown format": (torch.zeros(3, dtype=torch.int64), matrix.data, 64, UNKNOWN_FORMAT, False),
+    }
+
+
+def bad_attention() -> dict[str, tuple]:
+    queries, keys, values, mask = torch.randn(2, 3, 8), torch.randn(2, 20, 8), torch.randn(2, 20, 8), torch.zeros(3, 20)
+    wide = torch.randn(2, 20, 16)
+    return {
+        "queries with gaps": (torch.randn(2, 3, 16)[:, :, ::2], keys, values, mask, 1.0),
+        "keys with gaps": (queries, wide[:, :, ::2], values, mask, 1.0),
+        "keys in wider rows": (queries, wide[:, :, :8], values, mask, 1.0),
+        "values with gaps": (queries, keys, wide[:, :, ::2], mask, 1.0),
+        "values in wider rows": (queries, keys, wide[:, :, :8], mask, 1.0),
+        "mask turned": (queries, keys, values, torch.zeros(20, 3).t(), 1.0),
+        "float64": (queries.double(), keys.double(), values.double(), mask.double(), 1.0),
+        "keys of another dtype": (queries, keys.bfloat16(), values, mask, 1.0),
+        "values of another dtype": (queries, keys, values.bfloat16(), mask, 1.0),
+        "mask of another dtype": (queries, keys, values, mask.bool(), 1.0),
+    }
+
+
+def bad_children() -> dict[str, tuple]:
+    logits = torch.randn(20, 20)
+    return {
+        "turned": (logits.t(), 3),
+        "rows apart": (logits[:, :10], 3),
+        "one dimension": (logits[0], 3),
+        "three dimensions": (logits[None], 3),
+        "float64": (logits.double(), 3),
+        "more than there are": (logits, 21),
+    }
+
+
+BAD = {"linear": bad_linear, "embedding": bad_embedding, "attention": bad_attention, "children": bad_children}
+
+
+@pytest.mark.parametrize("kernel, fault", [(kernel, fault) for kernel, make in BAD.items() for fault in make()])
+def test_what_a_kernel_cannot_take_is_an_error_code(kernels, kernel, fault):
+    with pytest.raises(KernelFailure):
+        kernels(getattr(OPERATORS, kernel), *BAD[kernel]()[fault])
+
+
+def write_script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(BuildError) as caught:
+        compile_kernels(path)
+    assert "\n" not in str(caught.value)
+    assert not path.exists()
+    return str(caught.value)
+
+
+def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "looked for no-such-compiler)" in refusal(tmp_path / "kernels.so")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "looked for g++ and clang++)" in refusal(tmp_path / "kernels.so")
+
+
+@pytest.mark.parametrize("names, found", [(["g++", "clang++"], "g++"), (["clang++"], "clang++")])
+def test_the_compiler_is_cxx_or_else_the_first_there_is(tmp_path, monkeypatch, names, found):
+    for name in names:
+        write_script(tmp_path / name, "exit 0")
+    wanted = write_script(tmp_path / "wanted", "exit 0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert find_compiler() == [str(tmp_path / found)]
+    monkeypatch.setenv("CXX", str(wanted))
+    assert find_compiler() == [str(wanted)]
+    monkeypatch.setenv("CXX", f"{wanted} -pipe")
+    assert find_compiler() == [str(wanted), "-pipe"]
+
+
+@pytest.mark.parametrize(
+    "output, line",
+    [
+        ("echo 'In file included from kernels.cpp' >&2; echo '  x.h:1:1: fatal error: no x' >&2", "no x"),
+        ("echo 'killed by signal' >&2; echo 'sorry' >&2", "killed by signal"),
+        ("", "no output"),
+    ],
+)
+def test_a_compiler_that_fails_is_quoted_by_its_error_line(tmp_path, monkeypatch, output, line):
+    monkeypatch.setenv("CXX", str(write_script(tmp_path / "compiler", f"{output}\nexit 1")))
+    assert refusal(tmp_path / "kernels.so").endswith(line)
