@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench setup clean
+.PHONY: demo test bench floors setup clean
 
 demo: setup
 	@$(BIN)/python examples/demo.py
@@ -18,6 +18,11 @@ PROMPTS ?= ../shared/bench/spec_bench.jsonl
 bench: setup
 	@test -f demo.bundle/bundle.ygg || $(BIN)/python examples/demo.py
 	$(BIN)/yggrt bench demo.bundle --prompts $(PROMPTS) --limit 60 --max-new-tokens 128 --json bench.json
+
+# The demo pair's steps against transformers' own, and the floors they are held to.
+floors: setup
+	@test -f demo.bundle/bundle.ygg || $(BIN)/python examples/demo.py
+	$(BIN)/python examples/floors.py
 
 setup: .venv/installed
 

@@ -96,7 +96,7 @@ def read_bandwidth() -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One thing to time. verifier_steps, drafter_steps: runs of each model's artifact, passes of a fused draft included."""
+    """One thing to time. verifier_steps, drafter_steps: how often each model's layers run, in fused drafts too."""
 
     call: Callable[[], object]
     verifier_steps: int

@@ -86,6 +86,7 @@ class Decoder:
         self.clock = StageClock()
         self.on_prefill: Callable[[int, int], object] | None = None
         self._masks: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._plain_rows: dict[int, Tensor] = {}
         self._extents: dict[int, Tensor] = {}
         self._indices = torch.arange(max(verify.limits.max_width, draft.limits.max_nodes))
 
@@ -138,7 +139,9 @@ class Decoder:
         """One iteration without a draft: run the last committed token, in a step of the fastest width."""
         width, num_tokens = self.plain_width, len(tokens)
         extent = self.verifier_cache.extent(num_tokens + 1)
-        rows = torch.zeros(3, width, dtype=torch.int64)
+        if width not in self._plain_rows:
+            self._plain_rows[width] = torch.zeros(3, width, dtype=torch.int64)
+        rows = self._plain_rows[width]
         rows[0, 0], rows[1, 0], rows[2, 0] = tokens[-1], num_tokens - 1, num_tokens
         masks = self._mask_buffers(width, extent)
         for mask, window in zip(masks, self.windows, strict=True):

@@ -21,6 +21,11 @@ def describe(bundle: Bundle) -> str:
         f"draft head  {_head(plan)}",
         f"schedule    {plan.schedule.name}: {' > '.join(stage.name for stage in plan.schedule.stages)}",
         f"plain       {plan.plain_width} rows a step",
+        *(
+            f"drafts      of depth {graph.depth}: {'fused' if graph.fused else 'pass by pass'} "
+            f"(measured: fused {graph.fused_s * 1e3:.2f} ms, pass by pass {graph.passes_s * 1e3:.2f} ms)"
+            for graph in plan.draft_graphs
+        ),
         f"calibration {plan.calibration.name if plan.calibration else 'none: raw drafter probabilities'}",
         f"prediction  {f'{plan.prediction.tpot_s * 1e3:.2f} ms a token' if plan.prediction else 'none'}",
         f"made by     yggc {plan.provenance.yggc_version}, {plan.provenance.created}",

@@ -12,7 +12,7 @@ import pytest
 from yggrt import target
 from yggrt.bundle import check_bundle, load
 from yggrt.errors import BundleFormatError
-from yggrt.plan import PLAN_FILE, Plan, read_manifest, read_plan, write_manifest, write_plan
+from yggrt.plan import PLAN_FILE, DraftGraph, Plan, read_manifest, read_plan, write_manifest, write_plan
 from yggrt.target import piecewise_sha256
 from yggrt.tree import TreeShape
 
@@ -34,15 +34,22 @@ def with_plan(bundle: Path, copy: Path, change: Callable[[Plan], Plan]) -> Path:
 
 
 def larger_tree(plan: Plan) -> Plan:
-    shape = TreeShape(plan.policy.draft_width, 12, 64)
-    return replace(plan, policy=replace(plan.policy, draft_depths=(12,), verify_widths=(64,), default_shape=shape))
+    shape = TreeShape(plan.policy.draft_width, 12, 40)
+    policy = replace(plan.policy, draft_depths=(12,), verify_widths=(40,), default_shape=shape)
+    return replace(plan, policy=policy, draft_graphs=())
+
+
+def fused_but_absent(plan: Plan) -> Plan:
+    policy = replace(plan.policy, draft_depths=(*plan.policy.draft_depths, 7))
+    return replace(plan, policy=policy, draft_graphs=(DraftGraph(7, True, 0.002, 0.001),))
 
 
 @pytest.mark.field(31)
 @pytest.mark.parametrize(
     "change, message",
     [
-        (larger_tree, "nodes of a tree 97 in the plan, 33 in bundle.ygg"),
+        (larger_tree, "nodes of a tree 49 in the plan, 33 in bundle.ygg"),
+        (fused_but_absent, "0 artifacts for draft.d7"),
         (lambda plan: replace(plan, plain_width=9999), "plain width 9999 in the plan"),
         (lambda plan: replace(plan, max_context=100), "max_context 100 in the plan, 512 in bundle.ygg"),
         (lambda plan: replace(plan, drafter=replace(plan.drafter, fingerprint="0" * 64)), "drafter 0000"),

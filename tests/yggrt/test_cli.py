@@ -128,10 +128,10 @@ def test_check_and_show(toy_bundle, capsys):
     code, out, _ = run(capsys, "check", toy_bundle.path)
     assert code == 0 and "loads here" in out
     code, out, _ = run(capsys, "show", toy_bundle.path)
-    assert code == 0 and "verify.pt2" in out and "width 8, depth 4" in out
+    assert code == 0 and "verify.pt2" in out and "width 4, depth 2" in out and "of depth 2" in out
     code, out, _ = run(capsys, "show", toy_bundle.path, "--json")
     shown = json.loads(out)
-    assert shown["plan"]["policy"]["draft_width"] == 8 and shown["manifest"]["step_abi_version"] == 1
+    assert shown["plan"]["policy"]["draft_width"] == 4 and shown["manifest"]["step_abi_version"] == 1
 
 
 def test_a_damaged_bundle_is_refused_before_it_is_loaded(toy_bundle, tmp_path, capsys):
@@ -177,7 +177,7 @@ def test_the_breakdown_adds_up(toy_bundle, capsys):
     code, out, _ = run(capsys, "bench", toy_bundle.path, "--breakdown")
     assert code == 0 and "GB/s" in out and "host:" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("verify", "draft"))]
-    assert {row[0] for row in rows} == {"verify", "draft,"}
+    assert {row[0] for row in rows} == {"verify", "draft"}
     for row in rows:
         shares = [int(cell.rstrip("%")) for cell in row[-4:]]
         assert 98 <= sum(shares) <= 102 and all(share >= 0 for share in shares) and shares[0] > 0
