@@ -36,7 +36,7 @@ def hugging_face_step(dtype: torch.dtype) -> Callable[[], object]:
     def step() -> None:
         with torch.no_grad():
             model(torch.tensor([[1000]]), past_key_values=cache)
-        cache.crop(EXTENT - 1)
+        cache.crop(-1)
 
     return step
 
