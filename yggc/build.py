@@ -245,7 +245,8 @@ def _compile(
         if step.role not in models:
             progress.reused(name)
             continue
-        expected = 30 + 3 * step.checkpoint.config.get_text_config().num_hidden_layers
+        layers = step.checkpoint.config.get_text_config().num_hidden_layers
+        expected = 25 + 3 * layers + 8 * (step.depth or 0)
         with progress.stage(name, expected, f"export {step.role} {options.dtype} {step.checkpoint.fingerprint[:16]}"):
             cache.fill(step.entry, partial(_export, options, step, models.pop(step.role), vocab_size))
     entries = {step.role: step.entry for step in wanted}

@@ -260,7 +260,7 @@ class DraftPass(_CausalStep):
         candidate_values = torch.cat((pool_values, child_values.reshape(-1)))
         candidate_tokens = torch.cat((pool_tokens, child_tokens.reshape(-1)))
         candidate_parents = torch.cat((pool_parents, child_parents.reshape(-1)))
-        order = torch.sort(candidate_values, descending=True, stable=True).indices
+        order = OPERATORS.order(candidate_values)
         added = order[torch.arange(new_nodes.shape[0], device=order.device)]
         kept = order[torch.arange(pool_values.shape[0], device=order.device) + new_nodes.shape[0]]
 

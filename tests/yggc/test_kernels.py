@@ -458,6 +458,20 @@ def bad_attention() -> dict[str, tuple]:
     }
 
 
+@pytest.mark.parametrize("count", [1, 2, 17, 88, 300])
+def test_the_order_is_descending_and_stable(kernels, count):
+    values = torch.randint(-4, 4, (count,)).float()
+    values[::5] = -torch.inf
+    expected = sorted(range(count), key=lambda index: -float(values[index]))  # Python's sort is stable
+    assert kernels(OPERATORS.order, values)[0].tolist() == expected
+    assert OPERATORS.order(values).tolist() == expected
+
+
+def bad_order() -> dict[str, tuple]:
+    values = torch.randn(20)
+    return {"two dimensions": (values[None],), "apart": (values[::2],), "float64": (values.double(),)}
+
+
 def bad_children() -> dict[str, tuple]:
     logits = torch.randn(20, 20)
     return {
@@ -467,10 +481,17 @@ def bad_children() -> dict[str, tuple]:
         "three dimensions": (logits[None], 3),
         "float64": (logits.double(), 3),
         "more than there are": (logits, 21),
+        "none": (logits, 0),
     }
 
 
-BAD = {"linear": bad_linear, "embedding": bad_embedding, "attention": bad_attention, "children": bad_children}
+BAD = {
+    "linear": bad_linear,
+    "embedding": bad_embedding,
+    "attention": bad_attention,
+    "children": bad_children,
+    "order": bad_order,
+}
 
 
 @pytest.mark.parametrize("kernel, fault", [(kernel, fault) for kernel, make in BAD.items() for fault in make()])

@@ -50,6 +50,14 @@ def _embedding_shape(tokens: Tensor, weights: Tensor, features: int, format: int
     return tokens.new_empty((*tokens.shape, features), dtype=torch.bfloat16 if narrow else torch.float32)
 
 
+def _order(values: Tensor) -> Tensor:
+    return torch.sort(values, descending=True, stable=True).indices
+
+
+def _order_shape(values: Tensor) -> Tensor:
+    return values.new_empty(values.shape, dtype=torch.int64)
+
+
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     rows = functional.scaled_dot_product_attention(
         queries[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True
@@ -78,12 +86,14 @@ _SIGNATURES = {
     "linear": "(Tensor inputs, Tensor weights, int columns, int format) -> Tensor",
     "embedding": "(Tensor tokens, Tensor weights, int features, int format, bool narrow) -> Tensor",
     "children": "(Tensor logits, int count) -> (Tensor, Tensor)",
+    "order": "(Tensor values) -> Tensor",
     "attention": "(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor",
 }
 _REFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "linear": (_linear, _linear_shape),
     "embedding": (_embedding, _embedding_shape),
     "children": (_children, _children_shape),
+    "order": (_order, _order_shape),
     "attention": (_attention, _attention_shape),
 }
 _C_ARGUMENTS = {"Tensor": "AtenTensorHandle", "int": "int64_t", "bool": "int32_t", "float": "double"}
@@ -109,6 +119,7 @@ def _define() -> SimpleNamespace:
 OPERATORS = _define()
 """linear(inputs [..., K], packed [N, K]) -> [..., N]; embedding(tokens [...], packed [N, K]) -> [..., K];
 children(logits [R, V], K) -> (columns [R, K], log probabilities [R, K]), best first, the lower column among equals;
+order(values [N]) -> indices [N], largest first, stable;
 attention(queries [heads, W, dim], keys, values [kv_heads, S, dim], mask [W, S], scale) -> [W, heads, dim]."""
 
 

@@ -733,6 +733,19 @@ AOTITorchError YGG_OP(children)(
   return AOTI_TORCH_SUCCESS;
 }
 
+// Indices int64 [count] of values float32 [count], largest first, the earlier first among equals.
+AOTITorchError YGG_OP(order)(AtenTensorHandle values, AtenTensorHandle* result) {
+  int64_t sizes[MAX_DIMS], dims = 0;
+  if (!contiguous_sizes(values, sizes, &dims) || dims != 1 || dtype(values) != aoti_torch_dtype_float32())
+    return AOTI_TORCH_FAILURE;
+  if (allocate(sizes, 1, aoti_torch_dtype_int64(), result) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
+  const float* value = pointer<const float*>(values);
+  int64_t* order = pointer<int64_t*>(*result);
+  for (int64_t index = 0; index < sizes[0]; ++index) order[index] = index;
+  std::stable_sort(order, order + sizes[0], [value](int64_t a, int64_t b) { return value[a] > value[b]; });
+  return AOTI_TORCH_SUCCESS;
+}
+
 // queries [heads, width, key_dim] (any strides but the last), keys and values [kv_heads, extent, dim] (heads any distance
 // apart), mask [width, extent]: [width, heads, value_dim].
 AOTITorchError YGG_OP(attention)(
