@@ -13,11 +13,12 @@ test: setup
 	$(BIN)/mypy yggc
 	$(BIN)/pytest
 
-# Plain against speculative on 60 bench prompts, 10 of each Spec-Bench group; PROMPTS names the file.
+# Plain against speculative on 60 bench prompts, 10 of each Spec-Bench group; PROMPTS names the file. Fails when the
+# median speed-up is below the floor; 0.93 was reached with a tree that nothing has been searched for yet.
 PROMPTS ?= ../shared/bench/spec_bench.jsonl
 bench: setup
 	@test -f demo.bundle/bundle.ygg || $(BIN)/python examples/demo.py
-	$(BIN)/yggrt bench demo.bundle --prompts $(PROMPTS) --limit 60 --max-new-tokens 128 --json bench.json
+	$(BIN)/yggrt bench demo.bundle --prompts $(PROMPTS) --limit 60 --max-new-tokens 128 --floor 0.85 --json bench.json
 
 # The demo pair's steps against transformers' own, and the floors they are held to.
 floors: setup

@@ -227,6 +227,8 @@ def _wanted_step(
         "transformers": transformers.__version__,
         "source": [TAG, *_digest(*SOURCES)],
     }
+    if "." in role:  # a fused draft has its width built in
+        key["draft_width"] = DEFAULT_SHAPE.draft_width
     return WantedStep(role, checkpoint, limits, vocabulary, cache.entry(role, key))
 
 
