@@ -21,7 +21,7 @@ __all__ = ["Engine", "GenerationResult", "GenerationStats", "Stream", "YggError"
 WAIT_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPIN_COUNT = "2000"
 """How often a thread looks for work before it sleeps, tens of microseconds: long enough to meet the next loop of a step
-awake. By default it spins for milliseconds, and beside one other busy process a step takes 80 times as long."""
+awake. By default it spins for milliseconds, and beside two other busy processes a step takes 80 times as long."""
 
 if "torch" not in sys.modules and not any(name in os.environ for name in WAIT_SETTINGS):
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT  # read once, when torch loads OpenMP
