@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from yggc.kernels import OPERATORS
-from yggrt.artifacts import DRAFT_ROWS, LOG_Q_MIN, LayerLayout, StepLimits, attention_windows
+from yggrt.artifacts import DRAFT_ROWS, FUSED_DRAFT_OUTPUTS, LOG_Q_MIN, LayerLayout, StepLimits, attention_windows
 from yggrt.errors import CheckpointError
 
 ATTENTION_NAME = "ygg_step"
@@ -346,7 +346,7 @@ class FusedDraft(nn.Module):
             rows, state = outputs[: len(DRAFT_ROWS)], outputs[len(DRAFT_ROWS) :]
             expand_rows, expand_nodes = torch.arange(0, width, **index), added
             move_src = move_dst = torch.zeros(1, **index)  # the first pass has moved the rows
-        return state[:4]
+        return state[: len(FUSED_DRAFT_OUTPUTS)]
 
 
 def cut_head(model: PreTrainedModel, vocabulary: tuple[int, ...]) -> None:
