@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.cpp_extension import include_paths
 
 from yggc.packing import Format, PackedMatrix, num_rows, unpack
 from yggrt.errors import BuildError
@@ -153,11 +152,11 @@ def compile_kernels(path: Path) -> None:
 
     Raises BuildError when there is no compiler or it fails.
     """
-    libraries = Path(torch.__file__).parent / "lib"
+    torch_folder = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, and warns of a missing CUDA
     command = [
         *find_compiler(), "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared",
-        "-w", f"-DYGG_TAG={TAG}", *(f"-I{folder}" for folder in include_paths()), str(SOURCE), "-o", str(path),
-        f"-L{libraries}", "-ltorch_cpu", "-lc10",
+        "-w", f"-DYGG_TAG={TAG}", f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(path),
+        f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
