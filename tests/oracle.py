@@ -67,3 +67,20 @@ def grow(children, draft_width: int, draft_depth: int, num_children: int) -> tup
             values.append(value)
             paths.append((*paths[parent], token))
     return tokens, parents, values
+
+
+def nodes_on_path(tokens: list[int], parents: list[int], continuation: list[int]) -> list[int]:
+    """Nodes that spell the continuation from the root on, node by node; every such node, duplicates included."""
+    met = [0]
+    for node in range(1, len(tokens)):
+        depth, at, agrees = 0, node, True
+        path = []
+        while at != 0:
+            path.append(tokens[at])
+            at = parents[at]
+            depth += 1
+        for said, drafted in zip(continuation, reversed(path), strict=False):
+            agrees = agrees and said == drafted
+        if agrees and depth <= len(continuation):
+            met.append(node)
+    return met

@@ -1,80 +1,52 @@
-"""`yggc build`: inspect, head cut, kernels, export, profile, emit; each finished stage is kept and reused."""
+"""`yggc build`: inspect, head cut, kernels, compile, profile, calibrate, search, emit, report.
+
+Each finished stage is kept and reused; a stage that needs another one runs it first, so the commands for single stages
+are the same build, stopped early.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 
 import torch
-import transformers
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
-from yggc import export, graphs, head_cut, lowering, packing, profile
-from yggc import kernels as kernels_module
-from yggc.checkpoints import Checkpoint, affine_weights, load_model, open_checkpoint
-from yggc.config import DEFAULT_MAX_CONTEXT, DEFAULT_SHAPE, LARGEST_SHAPE, BuildOptions
-from yggc.emit import KERNELS_FILE, CompiledStep, Measured, emit_bundle, make_plan, text_spec
-from yggc.inspect import inspect_pair, preflight
-from yggc.kernels import TAG, compile_kernels
-from yggc.lowering import lower_to_kernels
+from yggc import calibrate, decide, head_cut, profile, search_tree, simulate, steps, trace
+from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
+from yggc.config import DEFAULT_MAX_CONTEXT, BuildOptions
+from yggc.decide import Decision, Forecast, TriedTree
+from yggc.emit import emit_bundle, make_plan, text_spec
+from yggc.inspect import PairSpec, inspect_pair, preflight
+from yggc.profile import LatencyProfile, wait_until_idle
 from yggc.progress import Progress
+from yggc.sources import remember_source
 from yggc.stage_cache import StageCache, cache_folder
-from yggrt import artifacts
-from yggrt.artifacts import LayerLayout, StepLimits
-from yggrt.errors import BuildError, YggError
-from yggrt.executor import PREFILL_WIDTH
-from yggrt.kvcache import rows_needed
-from yggrt.plan import MANIFEST_FILE, DraftGraph, LatencyPoint, Plan
+from yggc.steps import CompiledStep, WantedStep, compile_kernels_once, compile_steps, load_engine, wanted_step
+from yggc.trace import CalibrationTrace, PromptSet, make_trace, read_prompt_set, read_trace, shipped_prompts
+from yggrt import latency, pace, wire
+from yggrt.engine import Engine
+from yggrt.errors import BuildError, PairError
+from yggrt.plan import MANIFEST_FILE, CalibrationRecord, Plan, read_plan
 from yggrt.target import Target, detect_target
 
-NUM_KNOTS = 65
-FUSED_DEPTHS = (DEFAULT_SHAPE.draft_depth,) if DEFAULT_SHAPE.draft_depth > 1 else ()
-PACKAGE_FILE = "step.pt2"
-WEIGHTS_FILE = "weights.safetensors"
-RECORD_FILE = "step.json"
-SOURCES = (
-    graphs,
-    export,
-    lowering,
-    packing,
-    kernels_module,
-    artifacts,
-)  # a change in these makes kept artifacts worthless
-
-
-@dataclass(frozen=True, slots=True)
-class WantedStep:
-    """An artifact that the build needs, and the cache entry that holds it once it is compiled.
-
-    vocabulary: ids the output layer is cut to; None keeps it whole.
-    """
-
-    role: str
-    checkpoint: Checkpoint
-    limits: StepLimits
-    vocabulary: tuple[int, ...] | None
-    entry: Path
-
-    @property
-    def depth(self) -> int | None:
-        """Passes of a fused draft; None for the others."""
-        return int(self.role.removeprefix("draft.d")) if "." in self.role else None
+PROFILE_FORMAT = wire.FileFormat("profile", b"YGGPROF\0", 1, 1, BuildError)
+FORECAST_FORMAT = wire.FileFormat("forecast", b"YGGFCST\0", 1, 1, BuildError)
+DECISION_FORMAT = wire.FileFormat("search result", b"YGGSRCH\0", 1, 1, BuildError)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What a build made. num_bytes: size of the bundle."""
+    """What a build made. num_bytes: size of the bundle; tried: of the search, empty where a plan was given."""
 
     output: Path
     plan: Plan
     num_bytes: int
     notices: tuple[str, ...]
+    tried: tuple[TriedTree, ...]
 
 
 def build(options: BuildOptions, progress: Progress) -> BuildReport:
@@ -82,43 +54,285 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
 
     Raises a YggError in one line when the pair, a checkpoint or this machine does not allow it.
     """
-    cache = StageCache(cache_folder())
-    target = detect_target(options.target)
-    with progress.stage("inspect", 3):
-        drafter, verifier = open_checkpoint(options.drafter), open_checkpoint(options.verifier)
-        pair = inspect_pair(drafter, verifier)
-        output = options.output or Path(f"{drafter.name}+{verifier.name}.bundle")
-        _check_output(output)
-        preflight(pair, options.dtype, output.resolve().parent, cache.root)
-    for notice in pair.notices:
-        progress.say(f"  note: {notice}")
-    max_context = _max_context(options, verifier)
-    vocabulary = _choose_head(cache, progress, options, drafter, verifier, pair.vocab_size)
-    wanted = [
-        _wanted_step(cache, target, options, verifier, "verify", pair.vocab_size, max_context, None),
-        *(
-            _wanted_step(cache, target, options, drafter, role, pair.vocab_size, max_context, vocabulary)
-            for role in ("draft", *(f"draft.d{depth}" for depth in FUSED_DEPTHS))
-        ),
-    ]
-    kernels = _kernels(cache, progress, target)
-    steps = _compile(cache, progress, options, wanted, pair.vocab_size)
-    measured = _profile(cache, progress, options, kernels, steps)
-    verify, draft = steps[:2]
-    plan = make_plan(options, target, draft, verify, max_context, measured)
-    faster = {f"draft.d{graph.depth}" for graph in measured.draft_graphs if graph.fused}
-    with progress.stage("emit", 5):
-        kept = [step for step in steps if not step.is_fused or step.role in faster]
-        num_bytes = emit_bundle(output, plan, target, verifier, pair.vocab_size, kept, kernels)
-    return BuildReport(output, plan, num_bytes, pair.notices)
+    return Build(options, progress).emit()
 
 
-def _max_context(options: BuildOptions, verifier: Checkpoint) -> int:
-    if options.max_context is None:
-        return min(verifier.context, DEFAULT_MAX_CONTEXT)
-    if options.max_context > verifier.context:
-        raise ValueError(f"max-context {options.max_context}: the verifier's context of {verifier.context} is the most")
-    return options.max_context
+class Build:
+    """One build; its stages run when they are asked for."""
+
+    def __init__(self, options: BuildOptions, progress: Progress) -> None:
+        self.given = None if options.plan is None else read_plan(options.plan)
+        self.options = options if self.given is None else _options_of(self.given, options)
+        self.progress = progress
+        self.cache = StageCache(cache_folder())
+        self.target: Target = detect_target(self.options.target)
+        self.notices: list[str] = []
+
+    # ---- the pair ----
+
+    @cached_property
+    def pair(self) -> PairSpec:
+        with self.progress.stage("inspect", 3):
+            pair = inspect_pair(self.drafter, self.verifier)
+            place = self.output.resolve().parent
+            preflight(pair, self.options.dtype, place if place.is_dir() else self.cache.root, self.cache.root)
+        for checkpoint in (self.drafter, self.verifier):
+            remember_source(self.cache.root, checkpoint.fingerprint, checkpoint.source)
+        for notice in pair.notices:
+            self._notice(notice)
+        if self.given is not None:
+            _check_plan(self.given, self.drafter, self.verifier)
+            if self.given.sku != self.target.sku:
+                self._notice(f"the plan was made for {self.given.sku}; this machine is {self.target.sku}")
+        return pair
+
+    @cached_property
+    def drafter(self) -> Checkpoint:
+        return open_checkpoint(self.options.drafter)
+
+    @cached_property
+    def verifier(self) -> Checkpoint:
+        return open_checkpoint(self.options.verifier)
+
+    @property
+    def output(self) -> Path:
+        return self.options.output or Path(f"{self.drafter.name}+{self.verifier.name}.bundle")
+
+    @property
+    def max_context(self) -> int:
+        wanted, most = self.options.max_context, self.verifier.context
+        if wanted is None:
+            return min(most, DEFAULT_MAX_CONTEXT)
+        if wanted > most:
+            raise ValueError(f"max-context {wanted}: the verifier's context of {most} is the most")
+        return wanted
+
+    def _notice(self, notice: str) -> None:
+        self.notices.append(notice)
+        self.progress.say(f"  note: {notice}")
+
+    def _kept(self, entry: Path, name: str, expected_s: float, run: Callable[[Path], None]) -> Path:
+        """Run a stage, or reuse what it left before."""
+        if self.cache.has(entry):
+            self.progress.reused(name)
+        else:
+            with self.progress.stage(name, expected_s):
+                self.cache.fill(entry, run)
+        return entry
+
+    # ---- artifacts ----
+
+    @cached_property
+    def vocabulary(self) -> tuple[int, ...] | None:
+        """Ids the drafter's output layer keeps, or None for all of them."""
+        pair = self.pair
+        if self.given is not None:
+            return self.given.policy.draft_vocabulary
+        key: dict[str, object] = {
+            "drafter": self.drafter.fingerprint,
+            "verifier": self.verifier.fingerprint,  # its tokenizer and template
+            "vocab_size": pair.vocab_size,
+            "torch": torch.__version__,
+            "source": steps.source_digests(head_cut),
+        }
+
+        def choose(folder: Path) -> None:
+            model = load_model(self.drafter, torch.float32)
+            chosen = head_cut.choose_draft_vocabulary(
+                model, self.verifier.tokenizer, text_spec(self.verifier), pair.vocab_size, self.drafter.context
+            )
+            (folder / "vocabulary.json").write_text(json.dumps(chosen))
+
+        entry = self._kept(self.cache.entry("head", key), "cut the drafter's head", 10, choose)
+        chosen = json.loads((entry / "vocabulary.json").read_text())
+        return None if chosen is None else tuple(chosen)
+
+    def _wanted(self, role: str, draft_width: int | None = None) -> WantedStep:
+        checkpoint = self.verifier if role == "verify" else self.drafter
+        vocabulary = None if role == "verify" else self.vocabulary
+        return wanted_step(
+            self.cache, self.target, self.options, checkpoint, role, self.pair.vocab_size, self.max_context,
+            vocabulary, draft_width,
+        )  # fmt: skip
+
+    @cached_property
+    def kernels(self) -> Path:
+        return compile_kernels_once(self.cache, self.progress, self.target)
+
+    @cached_property
+    def steps(self) -> tuple[CompiledStep, ...]:
+        """`verify` and `draft`."""
+        wanted = [self._wanted("verify"), self._wanted("draft")]
+        _ = self.kernels
+        return tuple(compile_steps(self.cache, self.progress, wanted))
+
+    def engine(self, compiled: Sequence[CompiledStep]) -> Engine:
+        return load_engine(
+            compiled, self.kernels, self.options, self.verifier, self.drafter, self.pair.vocab_size, self.max_context,
+            text_spec(self.verifier),
+        )  # fmt: skip
+
+    @cached_property
+    def step_engine(self) -> Engine:
+        """Over `verify` and `draft` alone."""
+        return self.engine(self.steps)
+
+    # ---- measure ----
+
+    @cached_property
+    def profile(self) -> LatencyProfile:
+        entry = self._measured("profile", profile, latency)
+
+        def measure(folder: Path) -> None:
+            measured = profile.measure_steps(self.step_engine)
+            (folder / "profile.ygg").write_bytes(wire.encode(PROFILE_FORMAT, measured))
+
+        if not self.cache.has(entry):
+            self._wait_until_idle()
+        self._kept(entry, "profile", 25, measure)
+        return wire.read_file(PROFILE_FORMAT, LatencyProfile, entry / "profile.ygg")
+
+    def _measured(self, stage: str, *sources: object, **more: object) -> Path:
+        """The entry of a stage that depends on the compiled steps."""
+        key: dict[str, object] = {
+            "steps": [step.package.parent.name for step in self.steps],
+            "kernels": self.kernels.parent.name,
+            "source": steps.source_digests(*sources),  # type: ignore[arg-type]
+            **more,
+        }
+        return self.cache.entry(stage, key)
+
+    def _wait_until_idle(self) -> None:
+        notice = wait_until_idle(self.progress.say)
+        if notice:
+            self._notice(notice)
+
+    @cached_property
+    def prompts(self) -> PromptSet:
+        return shipped_prompts() if self.options.prompts is None else read_prompt_set(self.options.prompts)
+
+    @cached_property
+    def trace(self) -> CalibrationTrace:
+        prompts = self.prompts
+        entry = self._measured("trace", trace, prompts=prompts.sha256, tokens=trace.ANSWER_TOKENS)
+
+        def run(folder: Path) -> None:
+            made = make_trace(self.step_engine, prompts)
+            trace.write_trace(folder / "trace.safetensors", made)
+
+        self._kept(entry, "calibrate", 1.2 * len(prompts.prompts), run)
+        return read_trace(entry / "trace.safetensors")
+
+    # ---- decide ----
+
+    @cached_property
+    def decision(self) -> Decision:
+        measured, traced = self.profile, self.trace
+        entry = self._measured(
+            "search",
+            decide,
+            calibrate,
+            simulate,
+            search_tree,
+            pace,
+            prompts=self.prompts.sha256,
+            profile=repr(measured),
+        )
+
+        def run(folder: Path) -> None:
+            decision = decide.search(self.step_engine, measured, traced, self.vocabulary)
+            (folder / "decision.ygg").write_bytes(wire.encode(DECISION_FORMAT, decision))
+
+        self._kept(entry, "search", 60, run)
+        return wire.read_file(DECISION_FORMAT, Decision, entry / "decision.ygg")
+
+    @cached_property
+    def fused_steps(self) -> tuple[CompiledStep, ...]:
+        """The fused draft of the chosen depth, where it has more than one pass."""
+        shape = self.decision.policy.default_shape
+        if shape.draft_depth < 2:
+            return ()
+        wanted = self._wanted(f"draft.d{shape.draft_depth}", shape.draft_width)
+        return tuple(compile_steps(self.cache, self.progress, [wanted]))
+
+    @cached_property
+    def forecast(self) -> Forecast:
+        decision, measured = self.decision, self.profile
+        fused = tuple(replace(step, weights=self.steps[1].weights) for step in self.fused_steps)
+        entry = self._measured(
+            "forecast", decide, profile, simulate, pace, decision=repr(decision), profile=repr(measured),
+            fused=[step.package.parent.name for step in fused],
+        )  # fmt: skip
+
+        def run(folder: Path) -> None:
+            engine = self.engine((*self.steps, *fused)) if fused else self.step_engine
+            engine.decoder.draft_width = decision.policy.draft_width
+            made = decide.forecast(engine, decision, measured, self.trace)
+            (folder / "forecast.ygg").write_bytes(wire.encode(FORECAST_FORMAT, made))
+
+        self._kept(entry, "predict", 15, run)
+        return wire.read_file(FORECAST_FORMAT, Forecast, entry / "forecast.ygg")
+
+    # ---- emit ----
+
+    def plan(self) -> Plan:
+        """The decisions: those of the plan that was given, or of the search."""
+        if self.given is not None:
+            return self.given
+        decision, made = self.decision, self.forecast
+        record = CalibrationRecord(self.trace.name, self.trace.sha256, len(self.trace.texts), self.trace.num_tokens)
+        return make_plan(
+            self.options, self.target, self.steps, (self.drafter, self.verifier), self.max_context, decision, made,
+            self.profile.host, record,
+        )  # fmt: skip
+
+    def emit(self) -> BuildReport:
+        """Everything, and the bundle."""
+        _check_output(self.output)
+        pair = self.pair
+        plan = self.plan()
+        kept = [*self.steps]
+        fused = [graph.depth for graph in plan.draft_graphs if graph.fused]
+        if fused:
+            wanted = [self._wanted(f"draft.d{depth}", plan.policy.draft_width) for depth in fused]
+            kept += compile_steps(self.cache, self.progress, wanted) if self.given else self.fused_steps
+        with self.progress.stage("emit", 5):
+            num_bytes = emit_bundle(self.output, plan, self.target, self.verifier, pair.vocab_size, kept, self.kernels)
+        tried = () if self.given is not None else self.decision.tried
+        if self.given is None and self.decision.reason:
+            self._notice(self.decision.reason)
+        return BuildReport(self.output, plan, num_bytes, tuple(self.notices), tried)
+
+
+def _options_of(plan: Plan, options: BuildOptions) -> BuildOptions:
+    """The build that a plan asks for. Raises ValueError where an option says otherwise."""
+    asked = {"max-context": (options.max_context, plan.max_context), "threads": (options.num_threads, plan.num_threads)}
+    for name, (wanted, planned) in asked.items():
+        if wanted and wanted != planned:
+            raise ValueError(
+                f"--{name} {wanted} was given, the plan says {planned}; leave it out, or build without --plan"
+            )
+    return replace(
+        options, target=plan.target, dtype=plan.dtype, max_context=plan.max_context, num_threads=plan.num_threads
+    )
+
+
+def _check_plan(plan: Plan, drafter: Checkpoint, verifier: Checkpoint) -> None:
+    """Raises PairError or ValueError where the plan is for another pair or asks for more than is compiled."""
+    for role, planned, found in (("drafter", plan.drafter, drafter), ("verifier", plan.verifier, verifier)):
+        if planned.fingerprint != found.fingerprint:
+            raise PairError(
+                f"the plan is for the {role} {planned.name} (fingerprint {planned.fingerprint[:12]}); {found.source} "
+                f"has {found.fingerprint[:12]}. Build without --plan, or give the checkpoint it was made for."
+            )
+    shape = plan.policy.largest_shape
+    limits = steps.step_limits(plan.max_context, drafter.context, plan.drafter.vocab_size)
+    if shape.capacity > limits.max_nodes or shape.draft_depth > limits.max_moves or shape.pool_size > limits.pool_size:
+        raise ValueError(
+            f"the plan asks for trees of width {shape.draft_width} and depth {shape.draft_depth}; up to "
+            f"{limits.max_nodes} nodes, {limits.max_moves} passes and {limits.pool_size} candidates between them are "
+            "compiled"
+        )
 
 
 def _check_output(output: Path) -> None:
@@ -130,200 +344,3 @@ def _check_output(output: Path) -> None:
         raise BuildError(f"{parent} cannot be written to; give another place with -o")
     if output.exists() and not (output / MANIFEST_FILE).is_file():
         raise BuildError(f"{output} exists and is not a bundle; it will not be replaced. Give another place with -o.")
-
-
-# ---- head cut ----
-
-
-def _choose_head(
-    cache: StageCache,
-    progress: Progress,
-    options: BuildOptions,
-    drafter: Checkpoint,
-    verifier: Checkpoint,
-    vocab_size: int,
-) -> tuple[int, ...] | None:
-    """Ids the drafter's output layer keeps, or None for all of them."""
-    source = Path(str(head_cut.__file__)).read_bytes()
-    key = {
-        "drafter": drafter.fingerprint,
-        "verifier": verifier.fingerprint,  # its tokenizer and template
-        "vocab_size": vocab_size,
-        "torch": torch.__version__,
-        "source": hashlib.sha256(source).hexdigest(),
-    }
-    entry = cache.entry("head", key)
-    if cache.has(entry):
-        progress.reused("cut the drafter's head")
-    else:
-
-        def choose(folder: Path) -> None:
-            model = load_model(drafter, torch.float32)
-            text = text_spec(verifier)
-            chosen = head_cut.choose_draft_vocabulary(model, verifier.tokenizer, text, vocab_size, drafter.context)
-            (folder / "vocabulary.json").write_text(json.dumps(chosen))
-
-        with progress.stage("cut the drafter's head", 10):
-            cache.fill(entry, choose)
-    chosen = json.loads((entry / "vocabulary.json").read_text())
-    return None if chosen is None else tuple(chosen)
-
-
-# ---- kernels and export ----
-
-
-def _digest(*modules: ModuleType) -> list[str]:
-    return [hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in modules]
-
-
-def _kernels(cache: StageCache, progress: Progress, target: Target) -> Path:
-    """The library of kernels, compiled now or kept from before."""
-    key: dict[str, object] = {"tag": TAG, "sku": target.sku, "isa": target.instruction_set, "torch": torch.__version__}
-    entry = cache.entry("kernels", key | {"source": _digest(kernels_module)})
-    if cache.has(entry):
-        progress.reused("compile kernels")
-    else:
-        with progress.stage("compile kernels", 8):
-            cache.fill(entry, lambda folder: compile_kernels(folder / KERNELS_FILE))
-    return entry / KERNELS_FILE
-
-
-def _limits(max_context: int, context: int, vocab_size: int) -> StepLimits:
-    shape = LARGEST_SHAPE
-    return StepLimits(
-        kv_rows=rows_needed(min(max_context, context), shape.capacity),
-        max_width=PREFILL_WIDTH,
-        max_moves=shape.draft_depth,
-        max_nodes=shape.capacity,
-        pool_size=shape.pool_size,
-        num_children=min(max(shape.draft_width, 8), vocab_size),
-        num_knots=NUM_KNOTS,
-    )
-
-
-def _wanted_step(
-    cache: StageCache,
-    target: Target,
-    options: BuildOptions,
-    checkpoint: Checkpoint,
-    role: str,
-    vocab_size: int,
-    max_context: int,
-    vocabulary: tuple[int, ...] | None,
-) -> WantedStep:
-    """Where the artifact of one model is kept, under a key of all that could change it."""
-    limits = _limits(max_context, checkpoint.context, len(vocabulary or range(vocab_size)))
-    key = {
-        "fingerprint": checkpoint.fingerprint,
-        "role": role,
-        "dtype": options.dtype,
-        "vocab_size": vocab_size,
-        "vocabulary": vocabulary,
-        "limits": asdict(limits),
-        "threads": options.threads,
-        "sku": target.sku,
-        "isa": target.instruction_set,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "source": [TAG, *_digest(*SOURCES)],
-    }
-    if "." in role:  # a fused draft has its width built in
-        key["draft_width"] = DEFAULT_SHAPE.draft_width
-    return WantedStep(role, checkpoint, limits, vocabulary, cache.entry(role, key))
-
-
-def _compile(
-    cache: StageCache, progress: Progress, options: BuildOptions, wanted: list[WantedStep], vocab_size: int
-) -> list[CompiledStep]:
-    """The artifacts, compiled now or kept from before; all models are read before the first is compiled."""
-    missing = [step for step in wanted if not cache.has(step.entry)]
-    models: dict[str, PreTrainedModel] = {}
-    if missing:
-        with progress.stage("read weights", 1 + sum(step.checkpoint.weight_bytes for step in missing) / 2e7):
-            for step in missing:
-                models[step.role] = load_model(step.checkpoint, getattr(torch, options.dtype))
-    for step in wanted:
-        name = f"export {step.role} ({step.checkpoint.name})"
-        if step.role not in models:
-            progress.reused(name)
-            continue
-        layers = step.checkpoint.config.get_text_config().num_hidden_layers
-        expected = 25 + 3 * layers + 8 * (step.depth or 0)
-        with progress.stage(name, expected, f"export {step.role} {options.dtype} {step.checkpoint.fingerprint[:16]}"):
-            cache.fill(step.entry, partial(_export, options, step, models.pop(step.role), vocab_size))
-    entries = {step.role: step.entry for step in wanted}
-    return [_read_step(step, entries[step.role.split(".")[0]] / WEIGHTS_FILE) for step in wanted]
-
-
-def _read_step(step: WantedStep, weights: Path) -> CompiledStep:
-    record = json.loads((step.entry / RECORD_FILE).read_text())
-    return CompiledStep(
-        role=step.role,
-        checkpoint=step.checkpoint,
-        limits=step.limits,
-        vocabulary=step.vocabulary,
-        package=step.entry / PACKAGE_FILE,
-        weights=weights,
-        layouts=tuple(LayerLayout(**layout) for layout in record["layouts"]),
-        hidden_size=record["hidden_size"],
-    )
-
-
-def _export(options: BuildOptions, wanted: WantedStep, model: PreTrainedModel, vocab_size: int, folder: Path) -> None:
-    try:
-        if wanted.role == "verify":
-            step = export.verify_step(model, vocab_size, wanted.limits)
-        else:
-            step = export.draft_pass(model, vocab_size, wanted.limits, wanted.vocabulary)
-        if wanted.depth is not None:
-            step = export.fused_draft(step, DEFAULT_SHAPE.draft_width, wanted.depth)
-        levels = affine_weights(wanted.checkpoint, model)
-        program = lower_to_kernels(
-            export.export_step(step), {f"model.{name}": weights for name, weights in levels.items()}
-        )
-        export.compile_step(program, folder / PACKAGE_FILE, options.threads, folder / "inductor")
-        if wanted.depth is None:  # a fused draft uses the weights of the draft pass
-            save_file(export.constants(program), folder / WEIGHTS_FILE)
-    except YggError:
-        raise
-    except Exception as error:  # torch's exporters raise whatever their internals do
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise BuildError(
-            f"{wanted.checkpoint.name} ({type(model).__name__}) cannot be compiled with torch {torch.__version__}: "
-            f"{type(error).__name__}: {reason}"
-        ) from error
-    record = {
-        "layouts": [asdict(layout) for layout in step.layouts],
-        "hidden_size": model.config.get_text_config().hidden_size,
-    }
-    (folder / RECORD_FILE).write_text(json.dumps(record))
-
-
-# ---- profile ----
-
-
-def _profile(
-    cache: StageCache, progress: Progress, options: BuildOptions, kernels: Path, steps: list[CompiledStep]
-) -> Measured:
-    """How fast the steps are, kept under what they are."""
-    key: dict[str, object] = {
-        "steps": [str(step.package.parent.name) for step in steps],
-        "kernels": kernels.parent.name,
-        "source": _digest(profile),
-    }
-    entry = cache.entry("profile", key)
-
-    def measure(folder: Path) -> None:
-        measured = profile.measure_steps(steps, kernels, getattr(torch, options.dtype), options.threads)
-        (folder / "measured.json").write_text(json.dumps(asdict(measured)))
-
-    if cache.has(entry):
-        progress.reused("profile")
-    else:
-        with progress.stage("profile", 10):
-            cache.fill(entry, measure)
-    record = json.loads((entry / "measured.json").read_text())
-    return Measured(
-        tuple(LatencyPoint(**point) for point in record["curves"]),
-        tuple(DraftGraph(**graph) for graph in record["draft_graphs"]),
-    )

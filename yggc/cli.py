@@ -30,6 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--max-context", type=int, metavar="N", help="default the verifier's, up to 8192")
     build.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; default all cores")
+    build.add_argument("--prompts", type=Path, metavar="FILE", help="to calibrate on, in place of the shipped ones")
+    build.add_argument("--plan", type=Path, metavar="FILE", help="compile for this plan; nothing is searched again")
     build.set_defaults(handler=_build)
 
     inspect = commands.add_parser("inspect", help="do these two models fit together?")
@@ -104,6 +106,8 @@ def _build(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         max_context=options.max_context,
         num_threads=options.threads,
+        prompts=options.prompts,
+        plan=options.plan,
     )
     report = build(wanted, Progress(cache_folder() / DURATIONS_FILE))
     print(f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads")

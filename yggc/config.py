@@ -6,18 +6,21 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from yggrt.tree import TreeShape
-
 DTYPES = ("float32", "bfloat16")
 TARGETS = ("cpu",)
-LARGEST_SHAPE = TreeShape(draft_width=8, draft_depth=4, verify_width=16)
-"""The artifacts and the KV buffers hold trees up to this one."""
+DRAFT_WIDTHS = (1, 2, 4, 8)
+DRAFT_DEPTHS = (1, 2, 3, 4, 6, 8)
+MOST_NODES = 33
+"""The search tries these; artifacts and KV buffers hold trees of up to MOST_NODES nodes, root included."""
 
-DEFAULT_SHAPE = TreeShape(draft_width=4, draft_depth=2, verify_width=4)
-"""What a plan uses while nothing is searched: on the demo pair and the shipped prompts no other of eight shapes had a
-better median speed-up (1.12; a chain of one 1.10, width 8 and depth 4 with 8 nodes verified 0.87)."""
+
 DEFAULT_MAX_CONTEXT = 8192
 SMALLEST_CONTEXT = 64
+
+
+def draft_depths(width: int, most_nodes: int = MOST_NODES) -> tuple[int, ...]:
+    """Depths to try with trees that grow by `width` nodes a pass."""
+    return tuple(depth for depth in DRAFT_DEPTHS if 1 + width * depth <= most_nodes)
 
 
 def usable_cores() -> int:
@@ -36,6 +39,8 @@ class BuildOptions:
     max_context:       tokens a request may reach, prompt included; None takes the verifier's, at most
                        DEFAULT_MAX_CONTEXT.
     num_threads:       CPU threads the steps are compiled for.
+    prompts:           to calibrate on, as `yggrt bench` reads them; None takes the shipped ones.
+    plan:              a plan made before, to compile a bundle for without measuring or searching again.
     """
 
     drafter: str
@@ -45,6 +50,8 @@ class BuildOptions:
     dtype: str = DTYPES[0]
     max_context: int | None = None
     num_threads: int = 0
+    prompts: Path | None = None
+    plan: Path | None = None
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
@@ -55,6 +62,8 @@ class BuildOptions:
             raise ValueError(f"max-context {self.max_context}: at least {SMALLEST_CONTEXT} is accepted")
         if not 0 <= self.num_threads <= usable_cores():
             raise ValueError(f"threads {self.num_threads}: 1 to {usable_cores()} (this machine's cores) are accepted")
+        if self.plan is not None and self.prompts is not None:
+            raise ValueError("both a plan and prompts were given; a plan is used as it is, without calibrating again")
 
     @property
     def threads(self) -> int:

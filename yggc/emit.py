@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,24 +16,25 @@ import torch
 
 from yggc import __version__
 from yggc.checkpoints import Checkpoint
-from yggc.config import DEFAULT_SHAPE, BuildOptions
+from yggc.config import BuildOptions
+from yggc.decide import Decision, Forecast
+from yggc.profile import plain_width
 from yggc.stage_cache import place_folder, remove_abandoned
-from yggrt.artifacts import STEP_ABI_VERSION, LayerLayout, StepLimits
+from yggc.steps import KERNELS_FILE, CompiledStep
+from yggrt.artifacts import STEP_ABI_VERSION
 from yggrt.bundle import TOKENIZER_FILE
 from yggrt.errors import BuildError
 from yggrt.plan import (
     PLAN_FILE,
     Artifact,
     BundleFile,
-    DraftGraph,
-    LatencyPoint,
+    CalibrationRecord,
+    HostSeconds,
     Manifest,
     ModelIdentity,
     ModelLayout,
     Plan,
     Provenance,
-    TreePolicy,
-    identity_table,
     sequential_schedule,
     write_manifest,
     write_plan,
@@ -41,80 +42,42 @@ from yggrt.plan import (
 from yggrt.target import Target, piecewise_sha256, release
 from yggrt.text import TextSpec
 
-KERNELS_FILE = "kernels.so"
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledStep:
-    """A kept artifact of one model.
-
-    package, weights:     the compiled file, and the file of its constants.
-    layouts, hidden_size: of the model.
-    """
-
-    role: str
-    checkpoint: Checkpoint
-    limits: StepLimits
-    vocabulary: tuple[int, ...] | None
-    package: Path
-    weights: Path
-    layouts: tuple[LayerLayout, ...]
-    hidden_size: int
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether this is a `draft.dN`."""
-        return "." in self.role
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the profile found. curves: the verifier's step; draft_graphs: how each depth drafts faster."""
-
-    curves: tuple[LatencyPoint, ...]
-    draft_graphs: tuple[DraftGraph, ...]
-
 
 def make_plan(
     options: BuildOptions,
     target: Target,
-    draft: CompiledStep,
-    verify: CompiledStep,
+    steps: Sequence[CompiledStep],
+    pair: tuple[Checkpoint, Checkpoint],
     max_context: int,
-    measured: Measured,
+    decision: Decision,
+    forecast: Forecast,
+    host: HostSeconds,
+    calibration: CalibrationRecord,
 ) -> Plan:
-    """The decisions of a build, with the measurements they rest on."""
-    shape, children = DEFAULT_SHAPE, draft.limits.num_children
+    """The decisions of a build, with the measurements they rest on. pair: drafter and verifier."""
+    verify, draft = steps[:2]
+    policy = decision.policy
+    drafts = tuple(point for point in forecast.points if point.role == "verify" or point.width == policy.draft_width)
     return Plan(
         sku=target.sku,
         target=target.kind,
         dtype=options.dtype,
         num_threads=options.threads,
         max_context=max_context,
-        drafter=_identity(draft, options.dtype),
-        verifier=_identity(verify, options.dtype),
-        policy=TreePolicy(
-            shape.draft_width, (shape.draft_depth,), (shape.verify_width,), children, draft.vocabulary, shape
-        ),
+        drafter=_identity(draft, pair[0], options.dtype),
+        verifier=_identity(verify, pair[1], options.dtype),
+        policy=policy,
         schedule=sequential_schedule(),
-        acceptance_table=identity_table(children, draft.limits.num_knots),
-        plain_width=plain_width(measured.curves),
-        draft_graphs=measured.draft_graphs,
-        prediction=None,
-        curves=measured.curves,
-        calibration=None,
+        acceptance_table=decision.table,
+        plain_width=plain_width(forecast.points),
+        draft_graphs=forecast.draft_graphs,
+        curves=drafts,
+        host=host,
+        token_s=decision.token_s,
+        calibration=calibration,
+        prediction=forecast.prediction,
         provenance=Provenance(__version__, str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")),
     )
-
-
-def plain_width(curves: tuple[LatencyPoint, ...]) -> int:
-    """Rows of the step that decodes plainly the fastest: the narrowest, unless a wider one wins beyond the spread."""
-    ordered = sorted(curves, key=lambda point: point.width)
-    best = ordered[0]
-    for point in ordered[1:]:
-        if point.seconds + point.spread_s < best.seconds - best.spread_s:
-            best = point
-    return best.width
 
 
 def emit_bundle(
@@ -183,8 +146,8 @@ def text_spec(verifier: Checkpoint) -> TextSpec:
     )
 
 
-def _identity(step: CompiledStep, dtype: str) -> ModelIdentity:
-    layer, checkpoint = step.layouts[0], step.checkpoint
+def _identity(step: CompiledStep, checkpoint: Checkpoint, dtype: str) -> ModelIdentity:
+    layer = step.layouts[0]
     return ModelIdentity(
         name=checkpoint.name,
         architecture=str(checkpoint.config.model_type),

@@ -1,139 +1,242 @@
-"""Seconds per step, measured on the very artifacts that will run."""
+"""Seconds per step, measured on the very artifacts that will run.
+
+Everything is timed in turns, so that a busy moment meets all steps alike; the first calls warm up and are left out; a
+time is a median. A busy machine is waited for, and told of where it stays busy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import TypeVar
 
 import torch
 
-from yggc.config import DEFAULT_SHAPE, LARGEST_SHAPE
-from yggc.emit import CompiledStep, Measured
-from yggrt.artifacts import (
-    Step,
-    attention_windows,
-    draft_inputs,
-    fused_draft_inputs,
-    load_kernels,
-    load_package,
-    load_weights,
-    verify_inputs,
-)
+from yggc.config import DRAFT_WIDTHS
+from yggrt.artifacts import Step
+from yggrt.engine import Engine, GenerationStats
 from yggrt.executor import Decoder
-from yggrt.kvcache import KvCache
-from yggrt.plan import DraftGraph, LatencyPoint, identity_table
+from yggrt.latency import LatencyPoint
+from yggrt.plan import DraftGraph, HostSeconds
 from yggrt.tree import TreeShape
 
 Key = TypeVar("Key", bound=Hashable)
 
-PLAIN_WIDTHS = (1, 2, 4, 8)
-PROFILE_EXTENT = 256
+VERIFY_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+TIMED_DEPTHS = (1, 2, 4, 8)
+EXTENTS = (128, 512, 2048)
 REPEATS = 15
+LONG_REPEATS = 5  # from the second extent on: what grows with the extent is told well enough
 WARM_UPS = 2
+HOST_TOKENS = 24
+
+BUSY_SHARE = 0.15
+"""Share of all cores that others may use while steps are timed."""
+IDLE_WAIT_S = 120.0
+WATCH_S = 0.5
 
 
-def measure_steps(steps: list[CompiledStep], kernels: Path, dtype: torch.dtype, num_threads: int) -> Measured:
-    """Time `verify` by width, and each fused draft against the same draft pass by pass, at extent PROFILE_EXTENT.
+@dataclass(frozen=True, slots=True)
+class LatencyProfile:
+    """What a pair's steps take on this machine. points: see `yggrt.latency`; host: of an iteration."""
 
-    steps: `verify`, `draft`, then the fused drafts.
-    """
+    points: tuple[LatencyPoint, ...]
+    host: HostSeconds
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median seconds of a run, and half the distance between its quartiles."""
+
+    seconds: float
+    spread_s: float
+
+
+def measure_steps(engine: Engine) -> LatencyProfile:
+    """Time `verify` by width, drafts by width and depth, and the host's share, at every extent the context holds."""
+    decoder = engine.decoder
+    limits = decoder.draft.limits
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(engine.num_threads)
+    points: list[LatencyPoint] = []
     try:
-        decoder = _make_decoder(steps, kernels, dtype)
-        return Measured(_time_verify(decoder, PLAIN_WIDTHS), _time_drafts(decoder))
+        for extent in _extents(decoder):
+            tokens = [0] * (extent - 1)
+            widths = [width for width in VERIFY_WIDTHS if width < limits.max_nodes] or [1]
+            shapes = [
+                TreeShape(width, depth, 1)
+                for width in DRAFT_WIDTHS
+                for depth in TIMED_DEPTHS
+                if 1 + width * depth <= limits.max_nodes and depth <= limits.max_moves
+            ]
+            runs: dict[tuple[str, int, int], Callable[[], object]] = {
+                ("verify", width, 0): partial(_verify, decoder, tokens, width) for width in widths
+            }
+            for shape in shapes:
+                beside_root = tokens[: max(2, extent - shape.capacity)]
+                key = ("draft", shape.draft_width, shape.draft_depth)
+                runs[key] = partial(decoder.draft_tree, beside_root, shape)
+            decoder.reset()
+            repeats = LONG_REPEATS if points else REPEATS
+            for (role, width, depth), timing in time_in_turns(runs, repeats).items():
+                points.append(LatencyPoint(role, width, depth, extent, timing.seconds, timing.spread_s))
+        return LatencyProfile(tuple(points), _time_host(engine))
     finally:
+        decoder.reset()
         torch.set_num_threads(threads_before)
 
 
-def _make_decoder(steps: list[CompiledStep], kernels: Path, dtype: torch.dtype) -> Decoder:
-    load_kernels(kernels)
-    verify, draft = steps[:2]
-    weights = {path: load_weights(path) for path in {step.weights for step in steps}}
-    inputs = {
-        "verify": verify_inputs(attention_windows(verify.layouts), verify.limits, dtype),
-        "draft": draft_inputs(draft.limits),
-    }
-    loaded = {
-        step.role: Step(
-            step.role,
-            load_package(step.package, weights[step.weights]),
-            inputs.get(step.role) or fused_draft_inputs(step.limits),
-            step.limits,
-        )
-        for step in steps
-    }
-    fused = {int(step.role.removeprefix("draft.d")): loaded[step.role] for step in steps if step.is_fused}
-    table = identity_table(draft.limits.num_children, draft.limits.num_knots)
-    return Decoder(
-        loaded["verify"],
-        loaded["draft"],
-        fused,
-        DEFAULT_SHAPE.draft_width,
-        KvCache(verify.layouts, verify.limits, dtype),
-        KvCache(draft.layouts, draft.limits, dtype),
-        torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),
-        max_context=min(verify.limits.kv_rows, draft.limits.kv_rows) - LARGEST_SHAPE.capacity - 1,
-        plain_width=1,
+def _extents(decoder: Decoder) -> list[int]:
+    """Extents to measure at: those of EXTENTS that both caches hold, or the largest that they do."""
+    largest = min(decoder.verifier_cache.limits.kv_rows, decoder.drafter_cache.limits.kv_rows) - 1
+    return [extent for extent in EXTENTS if extent <= largest] or [largest]
+
+
+def _verify(decoder: Decoder, tokens: list[int], width: int) -> None:
+    chosen, decoder.plain_width = decoder.plain_width, width
+    try:
+        decoder.decode_plain(tokens)
+    finally:
+        decoder.plain_width = chosen
+
+
+def _time_host(engine: Engine) -> HostSeconds:
+    """Seconds an iteration spends outside compiled steps, from short answers given both ways in turns."""
+    shape, pace = engine.shape, engine.pace
+    prompt = [token % engine.vocab_size for token in range(100, 132)]
+    count = min(HOST_TOKENS, engine.max_context - len(prompt))
+    samples: dict[bool, list[float]] = {True: [], False: []}
+    engine.shape, engine.pace = TreeShape(min(4, shape.draft_width), 1, 2), None
+    try:
+        for repeat in range(LONG_REPEATS + WARM_UPS):
+            for plain in samples:
+                result = engine.generate(prompt, max_new_tokens=count, ignore_eos=True, plain=plain)
+                if repeat >= WARM_UPS:
+                    samples[plain].append(host_seconds(result.stats))
+    finally:
+        engine.shape, engine.pace = shape, pace
+    return HostSeconds(median(samples[True]), median(samples[False]))
+
+
+def host_seconds(stats: GenerationStats) -> float:
+    """Seconds per iteration outside compiled steps."""
+    assert stats.tpot_s is not None and stats.host_share is not None
+    return stats.host_share * stats.tpot_s * (stats.new_tokens - 1) / stats.iterations
+
+
+def time_drafts(engine: Engine, extent: int = EXTENTS[0]) -> tuple[DraftGraph, ...]:
+    """Each fused draft of the engine against the same draft pass by pass."""
+    decoder = engine.decoder
+    fused = dict(decoder.fused)
+    graphs = []
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(engine.num_threads)
+    try:
+        for depth in sorted(fused):
+            shape = TreeShape(decoder.draft_width, depth, 1)
+            tokens = [0] * max(2, min(extent, decoder.drafter_cache.limits.kv_rows - 1) - shape.capacity)
+
+            def run(graphs: dict[int, Step], tokens: list[int] = tokens, shape: TreeShape = shape) -> None:
+                decoder.fused = graphs
+                decoder.draft_tree(tokens, shape)
+
+            timed = time_in_turns({"passes": partial(run, {}), "fused": partial(run, fused)})
+            passes_s, fused_s = timed["passes"].seconds, timed["fused"].seconds
+            graphs.append(DraftGraph(depth, fused_s < passes_s, passes_s, fused_s))
+        return tuple(graphs)
+    finally:
+        decoder.fused = fused
+        torch.set_num_threads(threads_before)
+
+
+def with_fused(points: Sequence[LatencyPoint], graphs: Sequence[DraftGraph], width: int) -> tuple[LatencyPoint, ...]:
+    """Points of drafts of `width`, less what their fused graph saves."""
+    saved = {graph.depth: graph.fused_s / graph.passes_s for graph in graphs if graph.fused}
+    return tuple(
+        replace(point, seconds=point.seconds * saved[point.depth])
+        if point.role == "draft" and point.width == width and point.depth in saved
+        else point
+        for point in points
     )
 
 
-def _text(decoder: Decoder, num_nodes: int) -> list[int]:
-    """Committed tokens, any, after which a tree of num_nodes still lies within PROFILE_EXTENT."""
-    return [0] * max(2, min(PROFILE_EXTENT, decoder.max_context) - num_nodes - 1)
+def plain_width(points: Sequence[LatencyPoint]) -> int:
+    """Rows of the step that decodes plainly the fastest: the narrowest, unless a wider one wins beyond the spread."""
+    first = min(point.extent for point in points)
+    ordered = sorted(
+        (point for point in points if point.role == "verify" and point.extent == first), key=lambda point: point.width
+    )
+    best = ordered[0]
+    for point in ordered[1:]:
+        if point.seconds + point.spread_s < best.seconds - best.spread_s:
+            best = point
+    return best.width
 
 
-def _time_verify(decoder: Decoder, widths: tuple[int, ...]) -> tuple[LatencyPoint, ...]:
-    tokens = _text(decoder, max(widths))
-    extent = decoder.verifier_cache.extent(len(tokens) + 1)
+def time_in_turns(
+    runs: dict[Key, Callable[[], object]], repeats: int = REPEATS, synchronize: Callable[[], object] = lambda: None
+) -> dict[Key, Timing]:
+    """Time each run `repeats` times, one after the other in every round; the first WARM_UPS rounds do not count.
 
-    def run(width: int) -> Callable[[], object]:
-        def step() -> None:
-            decoder.plain_width = width
-            decoder.decode_plain(tokens)
-
-        return step
-
-    timed = interleaved({width: run(width) for width in widths})
-    return tuple(LatencyPoint("verify", width, extent, *timed[width]) for width in widths)
-
-
-def _time_drafts(decoder: Decoder) -> tuple[DraftGraph, ...]:
-    graphs = []
-    for depth in sorted(decoder.fused):
-        shape = TreeShape(decoder.draft_width, depth, 1)
-        tokens = _text(decoder, shape.capacity)
-        fused = dict(decoder.fused)
-
-        def run(chosen: dict[int, Step], shape: TreeShape = shape, tokens: list[int] = tokens) -> Callable[[], object]:
-            def draft() -> None:
-                decoder.fused = chosen
-                decoder.draft_tree(tokens, shape)
-
-            return draft
-
-        timed = interleaved({"passes": run({}), "fused": run(fused)})
-        decoder.fused = fused
-        passes_s, fused_s = timed["passes"][0], timed["fused"][0]
-        graphs.append(DraftGraph(depth, fused_s < passes_s, passes_s, fused_s))
-    return tuple(graphs)
-
-
-def interleaved(runs: dict[Key, Callable[[], object]]) -> dict[Key, tuple[float, float]]:
-    """Median seconds of each run and half the distance between its quartiles; a busy moment meets them all."""
+    synchronize: waits for what a run left unfinished on its device; within the time measured.
+    """
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
-    for repeat in range(REPEATS + WARM_UPS):
+    for repeat in range(repeats + WARM_UPS):
         for key, run in runs.items():
+            synchronize()
             started = perf_counter()
             run()
+            synchronize()
             if repeat >= WARM_UPS:
                 seconds[key].append(perf_counter() - started)
-    spreads = {}
+    timings = {}
     for key, samples in seconds.items():
         ordered = sorted(samples)
         spread = (ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / 2
-        spreads[key] = (median(samples), spread)
-    return spreads
+        timings[key] = Timing(median(ordered), spread)
+    return timings
+
+
+# ---- a busy machine ----
+
+
+def busy_share(stat: Path = Path("/proc/stat"), watch_s: float = WATCH_S) -> float:
+    """Share of all cores in use while this process sleeps; 0 where the system does not say."""
+    try:
+        first = _cpu_times(stat)
+        sleep(watch_s)
+        second = _cpu_times(stat)
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    spent = [after - before for before, after in zip(first, second, strict=True)]
+    idle = spent[3] + spent[4]  # idle and waiting for a disk
+    return 1.0 - idle / sum(spent) if sum(spent) else 0.0
+
+
+def _cpu_times(stat: Path) -> list[int]:
+    """Ticks of all cores: user, nice, system, idle, iowait, irq, softirq, steal."""
+    return [int(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
+
+
+def wait_until_idle(
+    say: Callable[[str], object], measure: Callable[[], float] = busy_share, limit_s: float = IDLE_WAIT_S
+) -> str | None:
+    """Wait while others use the cores, at most `limit_s`; says that it waits.
+
+    Returns a notice where the machine stayed busy.
+    """
+    started = monotonic()
+    share = measure()
+    if share > BUSY_SHARE:
+        say(
+            f"  the machine is busy ({share:.0%} of its cores in use); waiting up to {limit_s:.0f} s for a quiet moment"
+        )
+    while share > BUSY_SHARE:
+        if monotonic() - started > limit_s:
+            return f"steps were timed on a busy machine ({share:.0%} of its cores in use by others); figures may be off"
+        share = measure()
+    return None

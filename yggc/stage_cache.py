@@ -17,7 +17,8 @@ from pathlib import Path
 from yggrt.errors import BuildError
 
 DURATIONS_FILE = "durations.json"
-OTHER_NAMES = (re.escape(DURATIONS_FILE), "demo_verifier")
+SOURCES_FILE = "sources.json"
+OTHER_NAMES = (re.escape(DURATIONS_FILE), re.escape(SOURCES_FILE), "demo_verifier")
 """What lies in the cache folder beside the entries, as regular expressions."""
 
 _ENTRY = r"[a-z0-9_.]+-[0-9a-f]{24}"

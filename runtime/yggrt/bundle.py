@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from yggrt.artifacts import (
     Step,
@@ -26,11 +27,25 @@ from yggrt.engine import Engine
 from yggrt.errors import BundleFormatError
 from yggrt.executor import Decoder
 from yggrt.kvcache import KvCache, rows_needed
-from yggrt.plan import MANIFEST_FILE, PLAN_FILE, Artifact, BundleFile, Manifest, Plan, read_manifest, read_plan
+from yggrt.latency import StepTimes
+from yggrt.pace import Pace
+from yggrt.plan import (
+    MANIFEST_FILE,
+    PLAN_FILE,
+    AcceptanceTable,
+    Artifact,
+    BundleFile,
+    Manifest,
+    Plan,
+    read_manifest,
+    read_plan,
+)
 from yggrt.target import check_manifest, detect_target, verify_file
 from yggrt.text import TextCodec
 
 TOKENIZER_FILE = "tokenizer.json"
+LOG_NEVER = -60.0
+"""log a of a child that must not be added: far below every clamped chance, and still a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +120,7 @@ def load(path: str | Path) -> Engine:
         manifest.verifier.vocab_size,
         manifest.drafter.context,
         manifest.num_threads,
+        make_pace(plan),
     )
     engine.bundle = bundle
     engine.load_s = perf_counter() - started
@@ -125,11 +141,11 @@ def _check_plan_fits(bundle: Bundle) -> None:
         "verifier": (plan.verifier.fingerprint, manifest.verifier.fingerprint),
         "dtype": (plan.dtype, manifest.dtype),
         "max_context": (plan.max_context, manifest.max_context),
-        "children_per_node": (plan.policy.children_per_node, draft.num_children),
         "ranks of the acceptance table": (table.num_ranks, draft.num_children),
         "knots of the acceptance table": (table.num_knots, draft.num_knots),
     }
     at_most = {
+        "children_per_node": (plan.policy.children_per_node, draft.num_children),
         "nodes of a tree": (shape.capacity, draft.max_nodes),
         "candidates": (shape.pool_size, draft.pool_size),
         "draft depth": (shape.draft_depth, min(verify.max_moves, draft.max_moves)),
@@ -168,7 +184,6 @@ def _make_decoder(bundle: Bundle) -> Decoder:
         return Step(artifact.role, run, inputs, artifact.limits)
 
     fused = {graph.depth: _artifact(bundle, f"draft.d{graph.depth}") for graph in plan.draft_graphs if graph.fused}
-    table = plan.acceptance_table
     return Decoder(
         step(verify, verify_inputs(attention_windows(manifest.verifier.layers), verify.limits, dtype)),
         step(draft, draft_inputs(draft.limits)),
@@ -176,10 +191,24 @@ def _make_decoder(bundle: Bundle) -> Decoder:
         plan.policy.draft_width,
         KvCache(manifest.verifier.layers, verify.limits, dtype),
         KvCache(manifest.drafter.layers, draft.limits, dtype),
-        torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),
+        table_tensor(plan.acceptance_table, plan.policy.children_per_node),
         manifest.max_context,
         plan.plain_width,
     )
+
+
+def make_pace(plan: Plan) -> Pace | None:
+    """What chooses trees by this plan; None where it always uses its default shape."""
+    if plan.token_s is None:
+        return None
+    return Pace(plan.policy, StepTimes(plan.curves), plan.host, plan.plain_width, plan.token_s)
+
+
+def table_tensor(table: AcceptanceTable, children_per_node: int) -> Tensor:
+    """float32[ranks, knots], log a as a draft pass takes it: children beyond the node's share are never worth a row."""
+    log_a = torch.tensor(table.log_a).view(table.num_ranks, table.num_knots)
+    log_a[children_per_node:] = LOG_NEVER
+    return log_a
 
 
 def _artifact(bundle: Bundle, role: str) -> Artifact:

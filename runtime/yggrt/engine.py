@@ -24,6 +24,7 @@ from yggrt.tree import TreeShape
 
 if TYPE_CHECKING:
     from yggrt.bundle import Bundle
+    from yggrt.pace import Pace
 
 DEFAULT_MAX_NEW_TOKENS = 512
 
@@ -44,8 +45,11 @@ class GenerationStats:
 
     mode:              "speculative" or "plain", as asked for.
     iterations:        verifier calls after the prefill.
+    plain_iterations:  those of them without a draft.
+    fallbacks:         how often the draft became shallower, or was left out for a while, because it did not pay.
     drafted, accepted: nodes the drafter added; drafted tokens that were emitted.
     acceptance_length: tokens emitted per iteration, bonus token included; 0 where there was no iteration.
+    expected_length:   what the drafted values promised in its place, before anything was verified.
     acceptance_histogram: entry i counts the iterations that emitted i tokens.
     ttft_s, tpot_s:    seconds to the first token; seconds per token after it (None below two tokens).
     tokens_per_s:      1 / tpot_s.
@@ -58,9 +62,12 @@ class GenerationStats:
     prompt_tokens: int
     new_tokens: int
     iterations: int
+    plain_iterations: int
+    fallbacks: int
     drafted: int
     accepted: int
     acceptance_length: float
+    expected_length: float
     acceptance_histogram: tuple[int, ...]
     ttft_s: float | None
     tpot_s: float | None
@@ -143,7 +150,8 @@ class _Recorder:
         self.mode = "plain" if plain else "speculative"
         self.prompt_tokens = prompt_tokens
         self.histogram: Counter[int] = Counter()
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.plain_iterations = self.fallbacks = 0
+        self.expected = 0.0
         self.ttft_s: float | None = None
         self.decode_s = 0.0
         self.gaps: list[float] = []
@@ -157,15 +165,22 @@ class _Recorder:
         iterations = sum(self.histogram.values())
         emitted = sum(length * count for length, count in self.histogram.items())
         tpot = self.decode_s / (new_tokens - 1) if new_tokens > 1 else None
+        if self.fallbacks and self.plain_iterations:
+            self.notice(
+                f"{self.plain_iterations} of {iterations} iterations decoded plainly: drafts did not pay on this text"
+            )
         compiled = sum(stages[stage] for stage in COMPILED_STAGES if stage != "prefill")
         return GenerationStats(
             mode=self.mode,
             prompt_tokens=self.prompt_tokens,
             new_tokens=new_tokens,
             iterations=iterations,
+            plain_iterations=self.plain_iterations,
+            fallbacks=self.fallbacks,
             drafted=self.drafted,
             accepted=self.accepted,
             acceptance_length=emitted / iterations if iterations else 0.0,
+            expected_length=self.expected / iterations if iterations else 0.0,
             acceptance_histogram=tuple(self.histogram[length] for length in range(max(self.histogram, default=0) + 1)),
             ttft_s=self.ttft_s,
             tpot_s=tpot,
@@ -180,7 +195,8 @@ class Engine:
     """Answers requests with one bundle. Threads are served in turn; engines are independent of each other.
 
     decoder:         drafter and verifier with their caches.
-    shape:           the tree grown each iteration; depth 0 decodes plainly.
+    shape:           the tree grown each iteration where there is no pace; depth 0 decodes plainly.
+    pace:            chooses depth and verify width iteration by iteration; None where the plan was not calibrated.
     codec:           text to ids and back; None allows token ids only.
     eos_ids:         tokens that end a text.
     drafter_context: positions the drafter can attend to.
@@ -197,9 +213,11 @@ class Engine:
         vocab_size: int,
         drafter_context: int,
         num_threads: int,
+        pace: Pace | None = None,
     ) -> None:
         self.decoder = decoder
         self.shape = shape
+        self.pace = pace
         self.codec = codec
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size
@@ -358,6 +376,9 @@ class Engine:
         finished = output.push(first.tokens[0])
         recorder.ttft_s = perf_counter() - started
         yield finished
+        pace = None if plain else self.pace
+        if pace is not None:
+            pace.start()
         while not finished:
             started = perf_counter()
             remaining = budget - output.num_tokens
@@ -365,7 +386,7 @@ class Engine:
             if shape.draft_depth == 0:
                 outcome = decoder.decode_plain(tokens)
             else:
-                outcome = decoder.decode_speculative(tokens, shape)
+                outcome = decoder.decode_speculative(tokens, shape, None if pace is None else pace.verify_width)
             _require_finite(outcome.gaps)
             emitted = 0
             for token in outcome.tokens:
@@ -374,16 +395,21 @@ class Engine:
                 if finished:
                     break
             tokens += outcome.tokens[:emitted]
+            if pace is not None:
+                pace.observe(shape.draft_depth, outcome.num_verified, outcome.extent, emitted)
+                recorder.fallbacks = pace.num_fallbacks
             recorder.gaps += outcome.gaps[:emitted]
             recorder.histogram[emitted] += 1
+            recorder.plain_iterations += shape.draft_depth == 0
             recorder.drafted += outcome.num_drafted
             recorder.accepted += min(emitted, len(outcome.tokens) - 1)
+            recorder.expected += outcome.expected
             recorder.decode_s += perf_counter() - started
             yield finished
 
     def _choose_shape(self, num_tokens: int, remaining: int, plain: bool, recorder: _Recorder) -> TreeShape:
         """The tree of the next iteration: the plan's, no deeper than the context, the drafter and the budget allow."""
-        shape = self.shape
+        shape = self.shape if self.pace is None else self.pace.shape()
         depth = 0 if plain else min(shape.draft_depth, self.max_context - num_tokens, remaining - 1)
         if depth > 0 and num_tokens + depth > self.drafter_context:
             depth = 0

@@ -38,3 +38,7 @@ class BuildError(YggError):
 
 class TextError(YggError):
     """A tokenizer or chat template cannot be read or applied."""
+
+
+class TraceFormatError(YggError):
+    """A calibration trace is malformed, or of a version this yggc does not read."""

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from yggrt.accept import accept_greedy
 from yggrt.artifacts import DRAFT_ROWS, MASK_VALUE, Step, attention_windows
 from yggrt.kvcache import KvCache
-from yggrt.tree import Tree, TreeShape, VerifyCut, cut_most_valuable
+from yggrt.tree import Tree, TreeShape, VerifyCut, cut_most_valuable, order_by_value
 
 PREFILL_WIDTH = 256
 STAGES = ("prefill", "draft_prefill", "draft", "cut", "verify", "plain", "accept")
@@ -30,14 +32,24 @@ class Round:
 
     tokens:       the accepted path and the bonus token, in order.
     gaps:         top-2 gap of the verifier's logits where each of them was chosen.
+    hidden:       [H], the verifier's last hidden state where the last of them was chosen.
     num_drafted:  nodes the drafter added.
     num_verified: rows the verifier ran, root included.
+    extent:       KV rows the verifier read.
+    expected:     tokens the drafted values promised; 1 without a draft.
     """
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]
+    hidden: Tensor
     num_drafted: int
     num_verified: int
+    extent: int
+    expected: float
+
+
+ChooseWidth = Callable[[NDArray[np.float32], int], int]
+"""W_v for a tree: (log values, most valuable first, float32[N]; extent) to rows, at least 1."""
 
 
 class StageClock:
@@ -122,6 +134,7 @@ class Decoder:
         started = perf_counter()
         cache = self.verifier_cache
         outputs: list[Tensor] = []
+        extent = 0
         while cache.num_committed < len(tokens):
             first = cache.num_committed
             last = min(first + PREFILL_WIDTH, len(tokens))
@@ -133,7 +146,7 @@ class Decoder:
             if self.on_prefill is not None:
                 self.on_prefill(last, len(tokens))
         self.clock.add("prefill", started)
-        return Round((int(outputs[0][-1]),), (float(outputs[1][-1]),), 0, len(tokens))
+        return Round((int(outputs[0][-1]),), (float(outputs[1][-1]),), outputs[2][-1], 0, len(tokens), extent, 1.0)
 
     def decode_plain(self, tokens: Sequence[int]) -> Round:
         """One iteration without a draft: run the last committed token, in a step of the fastest width."""
@@ -149,10 +162,10 @@ class Decoder:
             mask[0, first_visible(num_tokens - 1, window) : num_tokens + 1] = 0.0
             mask[1:, 0] = 0.0
         started = perf_counter()
-        choices, gaps, _hidden, _logits = self._run_verify(rows[0], rows[1], rows[2], masks)
+        choices, gaps, hidden, _logits = self._run_verify(rows[0], rows[1], rows[2], masks)
         self.clock.add("plain", started)
         self.verifier_cache.num_committed = num_tokens
-        return Round((int(choices[0]),), (float(gaps[0]),), 0, 1)
+        return Round((int(choices[0]),), (float(gaps[0]),), hidden[0], 0, 1, extent, 1.0)
 
     def flush_moves(self) -> None:
         """Apply the moves owed to both caches, so that their committed rows are in place."""
@@ -268,29 +281,41 @@ class Decoder:
 
     # One iteration
 
-    def decode_speculative(self, tokens: Sequence[int], shape: TreeShape) -> Round:
-        """Draft a tree, verify its most valuable nodes, accept. tokens: all committed ones, prefilled but the last."""
+    def decode_speculative(
+        self, tokens: Sequence[int], shape: TreeShape, choose_width: ChooseWidth | None = None
+    ) -> Round:
+        """Draft a tree, verify its most valuable nodes, accept. tokens: all committed ones, prefilled but the last.
+
+        choose_width: how many of them, up to the shape's verify width; None always takes that many.
+        """
         num_tokens = len(tokens)
         tree = self.draft_tree(tokens, shape)
         started = perf_counter()
-        cut = cut_most_valuable(tree, shape.verify_width, shape.draft_depth)
+        order = order_by_value(tree)
+        extent = self.verifier_cache.extent(num_tokens + min(shape.verify_width, tree.num_nodes))
+        values = tree.values.numpy()[order]
+        width = shape.verify_width if choose_width is None else min(choose_width(values, extent), shape.verify_width)
+        cut = cut_most_valuable(tree, order, width, shape.draft_depth)
         width = cut.nodes.numel()
-        extent = self.verifier_cache.extent(num_tokens + width)
         masks = self._mask_buffers(width, extent)
         for mask, window in zip(masks, self.windows, strict=True):
             fill_tree_mask(mask, cut, num_tokens, window)
         slots = self._indices[:width] + num_tokens
         positions = cut.depths + (num_tokens - 1)
+        expected = float(np.exp(values[:width]).sum())
         started = self.clock.add("cut", started)
-        choices, gaps, _hidden, _logits = self._run_verify(cut.tokens, positions, slots, masks)
+        choices, gaps, hidden, _logits = self._run_verify(cut.tokens, positions, slots, masks)
         started = self.clock.add("verify", started)
         acceptance = accept_greedy(cut.tokens.numpy(), cut.parents.numpy(), choices.numpy())
         path = list(acceptance.rows)
         accepted = tuple(cut.tokens[path].tolist())
         gaps_on_path = tuple(gaps[[0, *path]].tolist())
         self._commit(cut, path, num_tokens)
+        last = path[-1] if path else 0
         self.clock.add("accept", started)
-        return Round((*accepted, acceptance.bonus), gaps_on_path, tree.num_nodes - 1, width)
+        return Round(
+            (*accepted, acceptance.bonus), gaps_on_path, hidden[last], tree.num_nodes - 1, width, extent, expected
+        )
 
     def _commit(self, cut: VerifyCut, path: list[int], num_tokens: int) -> None:
         """Owe both caches the moves that make the accepted path their committed prefix.

@@ -4,8 +4,8 @@
 compiled files of one bundle need and what they are. Both are frozen dataclasses that check themselves, so that what
 was decoded, or built by hand, never holds an impossible tree, schedule, table or file name.
 
-The names here, and those of TreeShape, LayerLayout, StepLimits and TextSpec, are the format: one that is added, dropped
-or renamed needs a new FORMAT_VERSION and a new fixture.
+The names here, and those of TreeShape, LatencyPoint, LayerLayout, StepLimits and TextSpec, are the format: one that
+is added, dropped or renamed needs a new FORMAT_VERSION and a new fixture.
 """
 
 import math
@@ -19,11 +19,12 @@ from pathlib import Path
 from yggrt import wire
 from yggrt.artifacts import LOG_Q_MIN, LayerLayout, StepLimits
 from yggrt.errors import BundleFormatError, PlanFormatError
+from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.text import TextSpec
 from yggrt.tree import TreeShape
 
-FORMAT_VERSION = 2
-OLDEST_READABLE_VERSION = 2
+FORMAT_VERSION = 3
+OLDEST_READABLE_VERSION = 3
 
 PLAN_FILE = "plan.ygg"
 MANIFEST_FILE = "bundle.ygg"
@@ -34,7 +35,7 @@ MANIFEST_FORMAT = wire.FileFormat("bundle", b"YGGBNDL\0", FORMAT_VERSION, OLDEST
 TARGETS = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 ROLES = ("verify", "draft")
-"""A step each; the role `draft.dN` is N draft passes fused into one graph."""
+"""Of an artifact; the role `draft.dN` is N draft passes fused into one graph."""
 
 SCHEDULES = ("sequential",)
 STAGES = ("head_draft", "grow", "prune", "verify", "accept", "move", "depth", "tail_draft", "emit")
@@ -92,7 +93,7 @@ class TreePolicy:
     draft_width:       W_d, nodes added by one draft pass.
     draft_depths:      menu of D_d, ascending; 0 is plain decoding and may be the only one.
     verify_widths:     menu of W_v, ascending, root included.
-    children_per_node: K, best children an expanded node offers to the pool.
+    children_per_node: K, best children an expanded node offers to the pool; at most as many as were compiled.
     draft_vocabulary:  tokens the drafter's cut head scores, ascending; None for all of them.
     default_shape:     used where nothing chooses per iteration.
     """
@@ -221,19 +222,14 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyPoint:
-    """A measured step: median seconds of a role at a width (rows) and an extent (KV rows read), and their spread."""
+class HostSeconds:
+    """Time of an iteration outside compiled steps, by kind."""
 
-    role: str
-    width: int
-    extent: int
-    seconds: float
-    spread_s: float
+    plain_s: float
+    speculative_s: float
 
     def __post_init__(self) -> None:
-        _require_member("role", self.role, ROLES)
-        _require(self.width >= 1 and self.extent >= 1, f"latency at width {self.width}, extent {self.extent}")
-        _require(self.seconds > 0 and self.spread_s >= 0, f"latency of {self.seconds} s, spread {self.spread_s} s")
+        _require(min(self.plain_s, self.speculative_s) >= 0, "host seconds start at 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +251,11 @@ class DraftGraph:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the search expects on text like the calibration's; seconds per output token, tokens per verifier call."""
+    """What the search expects on text like the calibration's held-out part, with the runtime's own choices.
+
+    tpot_s, plain_tpot_s: seconds per output token, speculatively and plainly.
+    tokens_per_iteration: tokens per verifier call, plain iterations included.
+    """
 
     tpot_s: float
     plain_tpot_s: float
@@ -265,10 +265,20 @@ class Prediction:
         _require(self.tpot_s > 0 and self.plain_tpot_s > 0, "a predicted time per token must be above 0")
         _require(self.tokens_per_iteration >= 1, f"{self.tokens_per_iteration} tokens per iteration; at least 1 comes")
 
+    @property
+    def speedup(self) -> float:
+        """Plain over speculative seconds per token."""
+        return self.plain_tpot_s / self.tpot_s
+
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRecord:
-    """The text that the tables were estimated from. sha256: of the prompts file."""
+    """The text that the tables were estimated from.
+
+    name:        of the prompts file; sha256: of its content.
+    num_prompts: the held-out ones included.
+    num_tokens:  the verifier wrote on them.
+    """
 
     name: str
     sha256: str
@@ -304,7 +314,11 @@ class Plan:
     max_context: positions a request may reach, prompt included.
     plain_width: rows of the verify step that decodes plainly the fastest; all but one are padding.
     draft_graphs: by depth, ascending; depths that are not named are drafted pass by pass.
-    prediction, curves, calibration: None or empty where nothing was measured.
+    curves:      measured steps: `verify` by width, drafts of the policy's width by depth, each at several extents.
+    host:        measured beside them.
+    token_s:     1 / lambda, seconds a token is worth where depth and verify width are chosen per iteration; None where
+                 the default shape is always used.
+    calibration, prediction: None where nothing was calibrated.
     """
 
     sku: str
@@ -319,9 +333,11 @@ class Plan:
     acceptance_table: AcceptanceTable
     plain_width: int
     draft_graphs: tuple[DraftGraph, ...]
-    prediction: Prediction | None
     curves: tuple[LatencyPoint, ...]
+    host: HostSeconds
+    token_s: float | None
     calibration: CalibrationRecord | None
+    prediction: Prediction | None
     provenance: Provenance
 
     def __post_init__(self) -> None:
@@ -340,6 +356,9 @@ class Plan:
             unknown = sorted(set(depths) - set(self.policy.draft_depths))
             _require(not unknown, f"draft_graphs names depths {unknown!s:.80}, which are not on the menu")
         self.policy.require_vocabulary(self.drafter.vocab_size)
+        if self.token_s is not None:
+            _require(self.token_s > 0, f"token_s={self.token_s} must be above 0")
+            _require_curves(self.curves, self.policy)
         _require(
             math.isclose(self.acceptance_table.log_q_min, LOG_Q_MIN),
             f"the acceptance table starts at log q = {self.acceptance_table.log_q_min}; the draft pass at {LOG_Q_MIN}",
@@ -517,6 +536,18 @@ def _require_ascending(name: str, values: tuple[int, ...], smallest: int) -> Non
         len(values) >= 1 and values[0] >= smallest and all(a < b for a, b in zip(values, values[1:], strict=False)),
         f"{name} must be ascending, from {smallest} or more, and not empty; found {str(values):.80}",
     )
+
+
+def _require_curves(curves: tuple[LatencyPoint, ...], policy: TreePolicy) -> None:
+    """Whether every tree of the policy has a price."""
+    widths = sorted({point.width for point in curves if point.role == "verify"})
+    _require(bool(widths), "token_s is given, but the curves hold no verify step")
+    _require(
+        policy.verify_widths[-1] <= widths[-1],
+        f"the verify width {policy.verify_widths[-1]} is on the menu, the curves end at {widths[-1]}",
+    )
+    if policy.draft_depths[-1] > 0:
+        StepTimes(curves).draft_s(policy.draft_width, policy.draft_depths[-1], 1)
 
 
 def _require_sha256(noun: str, digest: str) -> None:

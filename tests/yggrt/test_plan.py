@@ -19,13 +19,14 @@ from yggrt import plan as plans
 from yggrt import wire
 from yggrt.artifacts import LOG_Q_MIN, LayerLayout, StepLimits
 from yggrt.errors import BundleFormatError, PlanFormatError
+from yggrt.latency import LatencyPoint
 from yggrt.plan import (
     AcceptanceTable,
     Artifact,
     BundleFile,
     CalibrationRecord,
     DraftGraph,
-    LatencyPoint,
+    HostSeconds,
     Manifest,
     ModelIdentity,
     ModelLayout,
@@ -60,9 +61,16 @@ def sample_plan() -> Plan:
         acceptance_table=identity_table(8, num_knots=5),
         plain_width=4,
         draft_graphs=(DraftGraph(2, False, 0.004, 0.0041), DraftGraph(4, True, 0.0084, 0.0071)),
-        prediction=Prediction(tpot_s=0.008, plain_tpot_s=0.015, tokens_per_iteration=2.5),
-        curves=(LatencyPoint("verify", 8, 128, 0.0173, 0.0004), LatencyPoint("draft", 8, 128, 0.0021, 0.0)),
+        curves=(
+            LatencyPoint("verify", 4, 0, 128, 0.0144, 0.0003),
+            LatencyPoint("verify", 16, 0, 128, 0.0225, 0.0004),
+            LatencyPoint("draft", 8, 1, 128, 0.0021, 0.0),
+            LatencyPoint("draft", 8, 4, 128, 0.0081, 0.0002),
+        ),
+        host=HostSeconds(plain_s=0.0002, speculative_s=0.0006),
+        token_s=0.0075,
         calibration=CalibrationRecord("built-in", SHA256, 60, 7680),
+        prediction=Prediction(tpot_s=0.008, plain_tpot_s=0.015, tokens_per_iteration=2.5),
         provenance=Provenance("0.1.0", "2.14.1+cpu", "2025-11-29T22:33:00+00:00"),
     )
 
@@ -115,7 +123,7 @@ def test_a_file_comes_back_equal_and_its_bytes_are_always_the_same(encode, decod
 
 
 def test_what_was_not_measured_may_be_absent():
-    bare = dataclasses.replace(sample_plan(), prediction=None, curves=(), calibration=None)
+    bare = dataclasses.replace(sample_plan(), prediction=None, curves=(), calibration=None, token_s=None)
     assert plans.decode_plan(plans.encode_plan(bare)) == bare
 
 
@@ -221,6 +229,10 @@ def edited(data: bytes, path: str, value: object) -> bytes:
         ("curves.0.width", 0, "width 0"),
         ("curves.0.seconds", 0.0, "latency of 0"),
         ("curves.0.spread_s", -1.0, "spread"),
+        ("curves.0.depth", 2, "verify at width 4, depth 2"),
+        ("curves.1.width", 12, "the verify width 16 is on the menu, the curves end at 12"),
+        ("host.plain_s", -0.1, "start at 0"),
+        ("token_s", 0.0, "must be above 0"),
         ("prediction.tpot_s", 0.0, "above 0"),
         ("prediction.tokens_per_iteration", 0.9, "at least 1"),
         ("calibration.num_prompts", 0, "at least one"),
@@ -379,7 +391,7 @@ def test_a_version_that_is_not_readable_is_refused_by_number():
     for version in (0, plans.FORMAT_VERSION + 1):
         data = bytearray(plans.encode_plan(sample_plan()))
         data[8:12] = struct.pack("<I", version)
-        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 2 to 2. Rebuild it"):
+        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 3 to 3. Rebuild it"):
             plans.decode_plan(bytes(data))
 
 

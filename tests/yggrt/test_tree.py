@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import oracle
-from yggrt.tree import Tree, TreeShape, ancestor_matrix, cut_most_valuable
+from yggrt.tree import Tree, TreeShape, ancestor_matrix, cut_most_valuable, order_by_value
 
 
 def random_tree(seed: int, size: int) -> Tree:
@@ -35,7 +35,7 @@ def test_cut_is_the_most_valuable_subtree(seed):
     depth = int(tree.depths.max())
     chances = tree.values.exp().tolist()
     for width in range(1, 11):
-        cut = cut_most_valuable(tree, width, depth)
+        cut = cut_most_valuable(tree, order_by_value(tree), width, depth)
         total = sum(chances[node] for node in cut.nodes.tolist())
         assert total == pytest.approx(oracle.best_subtree(tree.parents.tolist(), chances, width))
 
@@ -45,7 +45,7 @@ def test_cut_keeps_parents_before_children_and_its_own_ancestors(seed):
     tree = random_tree(seed, 24)
     depth = int(tree.depths.max())
     for width in (1, 2, 7, 24, 40):
-        cut = cut_most_valuable(tree, width, depth)
+        cut = cut_most_valuable(tree, order_by_value(tree), width, depth)
         nodes, parents = cut.nodes.tolist(), cut.parents.tolist()
         assert nodes[0] == 0 and len(nodes) == min(width, 24)
         assert all(parents[row] < row for row in range(1, len(nodes)))
@@ -57,7 +57,7 @@ def test_cut_keeps_parents_before_children_and_its_own_ancestors(seed):
 def test_cut_ignores_nodes_that_are_not_grown():
     tree = random_tree(0, 10)
     partial = Tree(tree.tokens, tree.parents, tree.depths, tree.values, num_nodes=4)
-    assert sorted(cut_most_valuable(partial, 10, 9).nodes.tolist()) == [0, 1, 2, 3]
+    assert sorted(cut_most_valuable(partial, order_by_value(partial), 10, 9).nodes.tolist()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, 0), (2, 3, 8)])

@@ -1,0 +1,87 @@
+"""Timing: warm-up, medians, unfinished work, busy machines."""
+
+from __future__ import annotations
+
+import threading
+from time import sleep
+
+import pytest
+
+from tests import toy
+from yggc.profile import measure_steps, plain_width, time_in_turns, wait_until_idle, with_fused
+from yggrt.latency import LatencyPoint, StepTimes
+from yggrt.plan import DraftGraph
+from yggrt.tree import TreeShape
+
+STEP_S = 0.01
+
+
+@pytest.mark.field(30)
+def test_slow_first_calls_do_not_move_an_estimate():
+    calls = iter(range(1000))
+
+    def step() -> None:
+        sleep(0.1 if next(calls) < 2 else STEP_S)
+
+    assert time_in_turns({"step": step})["step"].seconds == pytest.approx(STEP_S, rel=0.05)
+
+
+@pytest.mark.field(30)
+def test_some_delayed_calls_do_not_move_an_estimate():
+    calls = iter(range(1000))
+
+    def step() -> None:
+        sleep(STEP_S * (4 if next(calls) % 5 == 3 else 1))
+
+    assert time_in_turns({"step": step})["step"].seconds == pytest.approx(STEP_S, rel=0.05)
+
+
+@pytest.mark.field(30)
+def test_work_that_goes_on_after_a_call_returned_is_measured():
+    running: list[threading.Thread] = []
+
+    def step() -> None:
+        running.append(threading.Thread(target=sleep, args=(STEP_S,)))
+        running[-1].start()
+
+    def synchronize() -> None:
+        for thread in running:
+            thread.join()
+
+    assert time_in_turns({"step": step}, synchronize=synchronize)["step"].seconds == pytest.approx(STEP_S, rel=0.05)
+
+
+def test_a_busy_machine_is_waited_for_and_told_of():
+    said: list[str] = []
+    shares = iter([0.9, 0.8, 0.02])
+    assert wait_until_idle(said.append, lambda: next(shares)) is None
+    assert len(said) == 1 and "90% of its cores" in said[0]
+    notice = wait_until_idle(said.append, lambda: 0.5, limit_s=0.0)
+    assert notice is not None and "50% of its cores" in notice
+    assert wait_until_idle(lambda text: pytest.fail(text), lambda: 0.01) is None
+
+
+def test_plain_decoding_uses_a_wider_step_only_where_it_is_faster_beyond_the_spread():
+    def curve(*seconds: float) -> list[LatencyPoint]:
+        return [LatencyPoint("verify", 1 + index, 0, 128, each, 0.1) for index, each in enumerate(seconds)]
+
+    assert plain_width(curve(10.0, 9.9, 12.0)) == 1
+    assert plain_width(curve(10.0, 9.0, 12.0)) == 2
+
+
+def test_points_of_fused_drafts_are_those_that_run():
+    points = [LatencyPoint("draft", 4, 2, 128, 2.0, 0.0), LatencyPoint("draft", 8, 2, 128, 3.0, 0.0)]
+    found = with_fused(points, [DraftGraph(2, True, 4.0, 3.0)], 4)
+    assert [point.seconds for point in found] == [1.5, 3.0]
+    assert with_fused(points, [DraftGraph(2, False, 4.0, 5.0)], 4) == tuple(points)
+
+
+def test_every_width_and_depth_that_fits_is_timed_and_the_engine_left_as_it_was(verifier):
+    engine = toy.make_engine(verifier, verifier, TreeShape(4, 2, 9), max_context=160)
+    measured = measure_steps(engine)
+    times = StepTimes(measured.points)
+    assert times.verify_widths == [1, 2, 3, 4, 6, 8]
+    drafts = {(point.width, point.depth) for point in measured.points if point.role == "draft"}
+    assert drafts == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)}
+    assert measured.host.plain_s > 0 and measured.host.speculative_s > 0
+    assert engine.shape == TreeShape(4, 2, 9) and engine.decoder.plain_width == 1 and engine.pace is None

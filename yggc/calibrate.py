@@ -1,0 +1,82 @@
+"""The acceptance table: how often a child is the verifier's choice, by its rank and the drafter's probability of it.
+
+Estimated at nodes on the verifier's path alone, for all K children, grown or not.
+Source: design, section 5, "EGT at temperature 0".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from yggc.trace import TracedText
+from yggrt.artifacts import LOG_Q_MIN
+from yggrt.plan import AcceptanceTable
+
+SMALLEST, LARGEST = 1e-4, 0.999
+PRIOR_COUNT = 12.0
+"""Positions that an estimate's prior weighs as much as: the drafter's own probability for the table of all ranks, that
+table for each rank's own."""
+SMOOTHING_KNOTS = 0.8
+"""Standard deviation of the smoothing along log q, in knots."""
+
+
+def fit_table(texts: Sequence[TracedText], num_ranks: int, num_knots: int) -> AcceptanceTable:
+    """a(rank, q) of these texts, non-decreasing in q. Raises ValueError when there is no text."""
+    if not texts:
+        raise ValueError("an acceptance table needs at least one text")
+    log_q = np.concatenate([text.child_log_q for text in texts])[:, :num_ranks]
+    hits = np.concatenate(
+        [text.children == np.array(text.answer_ids)[:, None] for text in texts]  # [T, K]
+    )[:, :num_ranks]
+    found = log_q.shape[1]
+    q_at_knots = np.exp(np.linspace(LOG_Q_MIN, 0.0, num_knots))
+    pooled = _estimate(log_q.ravel(), hits.ravel(), q_at_knots)
+    rows = [_estimate(log_q[:, rank], hits[:, rank], pooled) for rank in range(found)]
+    rows += rows[-1:] * (num_ranks - found)
+    values = np.log(np.clip(np.stack(rows), SMALLEST, LARGEST))
+    return AcceptanceTable(num_ranks, num_knots, LOG_Q_MIN, tuple(float(value) for value in values.ravel()))
+
+
+def _estimate(log_q: NDArray[np.float32], hits: NDArray[np.bool_], prior: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Chance of a hit at every knot: float64[num_knots]. log_q, hits: [n]; prior: [num_knots]."""
+    last = prior.size - 1
+    place = np.clip(1.0 - log_q.astype(np.float64) / LOG_Q_MIN, 0.0, 1.0) * last
+    below = np.minimum(np.floor(place).astype(np.int64), last - 1)
+    upper = place - below
+    counts, hit_counts = np.zeros(prior.size), np.zeros(prior.size)
+    for knot, weight in ((below, 1.0 - upper), (below + 1, upper)):
+        np.add.at(counts, knot, weight)
+        np.add.at(hit_counts, knot, weight * hits)
+    offsets = np.arange(prior.size)
+    kernel = np.exp(-0.5 * ((offsets[:, None] - offsets[None, :]) / SMOOTHING_KNOTS) ** 2)
+    counts, hit_counts = kernel @ counts, kernel @ hit_counts
+    return non_decreasing((hit_counts + PRIOR_COUNT * prior) / (counts + PRIOR_COUNT), counts + PRIOR_COUNT)
+
+
+def non_decreasing(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The non-decreasing sequence nearest to `values` in weighted squares (pool adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        mean, mass, count = value, weight, 1
+        while blocks and blocks[-1][0] > mean:
+            other, other_mass, other_count = blocks.pop()
+            mean = (mean * mass + other * other_mass) / (mass + other_mass)
+            mass, count = mass + other_mass, count + other_count
+        blocks.append((mean, mass, count))
+    return np.array([mean for mean, _, count in blocks for _ in range(count)])
+
+
+def log_loss(texts: Sequence[TracedText], table: AcceptanceTable) -> float:
+    """Mean -log of what the table gave each child that was, or was not, chosen; nats. Lower is better."""
+    total, count = 0.0, 0
+    for text in texts:
+        for answer, children, log_q in zip(text.answer_ids, text.children, text.child_log_q, strict=True):
+            for rank, (child, q) in enumerate(zip(children.tolist(), log_q.tolist(), strict=True)):
+                chance = min(math.exp(table.log_acceptance(rank, q)), LARGEST)
+                total -= math.log(chance if child == answer else 1.0 - chance)
+                count += 1
+    return total / count

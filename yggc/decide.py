@@ -1,0 +1,127 @@
+"""The decisions of a build: the acceptance table, the trees, and what they will give.
+
+`search` looks at the calibration's text to choose, `forecast` at the held-out part alone to predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from yggc import calibrate, profile, search_tree
+from yggc.config import DRAFT_WIDTHS, draft_depths
+from yggc.profile import LatencyProfile, plain_width
+from yggc.search_tree import Candidate, policy_of, reason_for_plain
+from yggc.simulate import GrownText, Prices, add_up, grow_text, replay
+from yggc.trace import CalibrationTrace, TracedText
+from yggrt.bundle import table_tensor
+from yggrt.engine import Engine
+from yggrt.latency import LatencyPoint, StepTimes
+from yggrt.pace import Pace
+from yggrt.plan import AcceptanceTable, DraftGraph, Prediction, TreePolicy
+from yggrt.tree import TreeShape
+
+SCREENED_TEXTS = 10
+"""Texts, spread over the categories, that every candidate tree is tried on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TriedTree:
+    """One line of the search: a tree, and what it does on the calibration's text. depth 0 is plain decoding."""
+
+    draft_width: int
+    children_per_node: int
+    depth: int
+    tpot_s: float
+    speedup: float
+    tokens_per_iteration: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the search found. reason: why there is no speculation, empty where there is; tried: the fastest first."""
+
+    policy: TreePolicy
+    table: AcceptanceTable
+    token_s: float
+    reason: str
+    tried: tuple[TriedTree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The prediction on held-out text, by the curves with the fused drafts in them."""
+
+    draft_graphs: tuple[DraftGraph, ...]
+    points: tuple[LatencyPoint, ...]
+    prediction: Prediction
+
+
+def search(
+    engine: Engine, measured: LatencyProfile, traced: CalibrationTrace, vocabulary: tuple[int, ...] | None
+) -> Decision:
+    """Fit the acceptance table, then choose the trees."""
+    limits = engine.decoder.draft.limits
+    table = calibrate.fit_table(traced.fit, limits.num_children, limits.num_knots)
+    times = StepTimes(measured.points)
+    prices = Prices(times, measured.host, plain_width(measured.points), tuple(times.verify_widths), None)
+    sample = spread(traced.fit, SCREENED_TEXTS)
+
+    def grow(candidate: Candidate, depth: int, everything: bool) -> Sequence[GrownText]:
+        tensor = table_tensor(table, candidate.children_per_node)
+        shape = TreeShape(candidate.draft_width, depth, 1)
+        return [grow_text(engine, text, shape, tensor) for text in (traced.fit if everything else sample)]
+
+    found = search_tree.search_tree(candidates(engine, times), grow, prices)
+    return Decision(
+        policy_of(found, vocabulary),
+        table,
+        found.chosen.token_s,
+        reason_for_plain(found) if found.chosen.depth == 0 else "",
+        tuple(_tried(entry) for entry in found.ranking),
+    )
+
+
+def candidates(engine: Engine, times: StepTimes) -> dict[Candidate, tuple[int, ...]]:
+    """Depths to try by candidate: all widths with the children that were compiled, and the plain chain."""
+    limits = engine.decoder.draft.limits
+    most = limits.num_children
+    found = {Candidate(1, 1): draft_depths(1, limits.max_nodes)}
+    for width in DRAFT_WIDTHS:
+        depths = draft_depths(width, limits.max_nodes)
+        if width <= most and depths:
+            found[Candidate(width, most)] = depths
+    return found
+
+
+def spread(texts: Sequence[TracedText], count: int) -> Sequence[TracedText]:
+    """`count` texts, evenly spaced."""
+    if len(texts) <= count:
+        return texts
+    return [texts[index * len(texts) // count] for index in range(count)]
+
+
+def _tried(entry: search_tree.Scored) -> TriedTree:
+    return TriedTree(
+        entry.candidate.draft_width,
+        entry.candidate.children_per_node,
+        entry.depth,
+        entry.simulated.tpot_s,
+        entry.speedup,
+        entry.simulated.tokens_per_iteration,
+    )
+
+
+def forecast(engine: Engine, decision: Decision, measured: LatencyProfile, traced: CalibrationTrace) -> Forecast:
+    """Time the fused drafts, and predict on held-out text what the runtime will do with its own choices."""
+    policy, shape = decision.policy, decision.policy.default_shape
+    graphs = profile.time_drafts(engine)
+    points = profile.with_fused(measured.points, graphs, policy.draft_width)
+    rows = plain_width(points)
+    prices = Prices(StepTimes(points), measured.host, rows, policy.verify_widths, decision.token_s)
+    chooser = Pace(policy, prices.times, measured.host, rows, decision.token_s)
+    table = table_tensor(decision.table, policy.children_per_node)
+    grown = [grow_text(engine, text, replace(shape, verify_width=1), table) for text in traced.held_out]
+    simulated = add_up([replay(text, shape.draft_depth, prices, chooser) for text in grown])
+    prediction = Prediction(simulated.tpot_s, simulated.plain_tpot_s, simulated.tokens_per_iteration)
+    return Forecast(graphs, points, prediction)

@@ -1,0 +1,166 @@
+"""Which trees to grow: the draft width, depth and children per node with the most tokens per second.
+
+Every candidate is simulated on the calibration's text with the curves of the machine, the verify width chosen root by
+root against lambda, and lambda itself being the candidate's own tokens per second (found by iteration, which only ever
+rises: Dinkelbach's method for a ratio). Plain decoding is a candidate like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from yggc.simulate import GrownText, Prices, Simulated, add_up, outcomes, replay
+from yggrt.plan import TreePolicy
+from yggrt.tree import TreeShape
+
+SMALLEST_GAIN = 1.02
+"""Speculation must be this much faster than plain decoding to be chosen: what a prediction may be off by."""
+
+TIE = 0.01
+"""Candidates closer than this to the best are as good; the one with the least drafting is taken."""
+
+FINALIST = 0.04
+"""Of the best after screening: whoever is closer is simulated on all texts."""
+
+SHALLOW = 4
+"""Deeper trees are grown only where the deepest of these was the best."""
+
+ROUNDS = 6
+SETTLED = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to grow trees. children_per_node: K."""
+
+    draft_width: int
+    children_per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A candidate at one depth, 0 being plain decoding. token_s: seconds a token takes, and is worth."""
+
+    candidate: Candidate
+    depth: int
+    token_s: float
+    simulated: Simulated
+
+    @property
+    def speedup(self) -> float:
+        return self.simulated.plain_tpot_s / self.simulated.tpot_s
+
+
+def score(candidate: Candidate, depth: int, texts: Sequence[GrownText], prices: Prices) -> Scored:
+    """Simulate with the lambda that the candidate itself reaches."""
+    token_s = add_up([replay(text, 0, prices) for text in texts]).tpot_s
+    best: Scored | None = None
+    for _ in range(ROUNDS):
+        priced = replace(prices, token_s=token_s)
+        simulated = add_up([replay(text, depth, priced) for text in texts])
+        if best is None or simulated.tpot_s < best.simulated.tpot_s:
+            best = Scored(candidate, depth, token_s, simulated)
+        if depth == 0 or abs(simulated.tpot_s - token_s) < SETTLED * token_s:
+            break
+        token_s = simulated.tpot_s
+    assert best is not None
+    return best
+
+
+def choose(scored: Iterable[Scored]) -> Scored:
+    """The fastest; of those within TIE of it the one that drafts least; plain decoding below SMALLEST_GAIN.
+
+    Raises ValueError when plain decoding is not among them.
+    """
+    entries = list(scored)
+    plain = next((entry for entry in entries if entry.depth == 0), None)
+    if plain is None:
+        raise ValueError("plain decoding must be among the candidates")
+    best = min(entries, key=lambda entry: entry.simulated.tpot_s)
+    if best.speedup < SMALLEST_GAIN:
+        return plain
+    near = [entry for entry in entries if entry.depth and entry.simulated.tpot_s <= best.simulated.tpot_s * (1 + TIE)]
+    return min(near, key=lambda entry: (entry.candidate.draft_width * entry.depth, entry.depth, entry.simulated.tpot_s))
+
+
+Grow = Callable[[Candidate, int, bool], Sequence[GrownText]]
+"""(candidate, depth, all texts or the sample alone) to trees."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSearch:
+    """What was tried and chosen. ranking: every candidate and depth, the fastest first; screened on fewer texts."""
+
+    chosen: Scored
+    ranking: tuple[Scored, ...]
+    verify_widths: tuple[int, ...]
+
+
+def search_tree(depths_of: Mapping[Candidate, Sequence[int]], grow: Grow, prices: Prices) -> TreeSearch:
+    """Screen all candidates on a sample of the texts, then simulate the best of them on all.
+
+    depths_of: depths to try of every candidate, ascending. prices: `verify_widths` is every width that was measured.
+    """
+    screened: list[Scored] = []
+    for candidate, depths in depths_of.items():
+        shallow = [depth for depth in depths if depth <= SHALLOW] or depths[:1]
+        texts = grow(candidate, shallow[-1], False)
+        found = [score(candidate, depth, texts, prices) for depth in (0, *shallow)]
+        if min(found, key=lambda entry: entry.simulated.tpot_s).depth == shallow[-1] < depths[-1]:
+            texts = grow(candidate, depths[-1], False)  # deeper may be better still
+            found += [score(candidate, depth, texts, prices) for depth in depths if depth > shallow[-1]]
+        screened += found
+    bound = min(entry.simulated.tpot_s for entry in screened) * (1 + FINALIST)
+    finalists = sorted(
+        {entry.candidate for entry in screened if entry.depth and entry.simulated.tpot_s <= bound},
+        key=lambda candidate: (candidate.draft_width, candidate.children_per_node),
+    )
+    finals: list[Scored] = []
+    menus: dict[Candidate, Sequence[GrownText]] = {}
+    for candidate in finalists:
+        near = [entry.depth for entry in screened if entry.candidate == candidate and entry.simulated.tpot_s <= bound]
+        texts = menus[candidate] = grow(candidate, max(near), True)
+        finals += [score(candidate, depth, texts, prices) for depth in sorted({0, *near})]
+    chosen = choose(finals or screened)
+    others = [entry for entry in screened if entry.candidate not in menus]
+    ranking = tuple(sorted(finals + others, key=lambda entry: entry.simulated.tpot_s))
+    widths = (1,) if chosen.depth == 0 else used_widths(chosen, menus[chosen.candidate], prices)
+    return TreeSearch(chosen, ranking, widths)
+
+
+def used_widths(chosen: Scored, texts: Sequence[GrownText], prices: Prices, share: float = 0.01) -> tuple[int, ...]:
+    """The menu: measured widths up to the largest that at least `share` of the roots ask for."""
+    priced = replace(prices, token_s=chosen.token_s)
+    asked = sorted(int(width) for text in texts for width in outcomes(text, chosen.depth, priced).verified)
+    largest = asked[min(len(asked) - 1, int(len(asked) * (1 - share)))]
+    return tuple(width for width in prices.verify_widths if width < largest) + (largest,)
+
+
+def policy_of(search: TreeSearch, vocabulary: tuple[int, ...] | None) -> TreePolicy:
+    """The plan's policy: depths to fall back to are halves of the chosen one, down to plain decoding."""
+    chosen = search.chosen
+    depths = {0}
+    depth = chosen.depth
+    while depth > 0:
+        depths.add(depth)
+        depth //= 2
+    width = chosen.candidate.draft_width if chosen.depth else 1
+    shape = TreeShape(width, chosen.depth, search.verify_widths[-1])
+    children = chosen.candidate.children_per_node
+    return TreePolicy(width, tuple(sorted(depths)), search.verify_widths, children, vocabulary, shape)
+
+
+def reason_for_plain(search: TreeSearch) -> str:
+    """Why speculation was not chosen, in one line."""
+    tried = [entry for entry in search.ranking if entry.depth]
+    if not tried:
+        return "no speculation: no tree fits the context"
+    best = tried[0]
+    cost = best.simulated.seconds / best.simulated.iterations / best.simulated.plain_tpot_s
+    return (
+        f"no speculation: it does not pay here. The best tree tried (width {best.candidate.draft_width}, depth "
+        f"{best.depth}) gives {best.simulated.tokens_per_iteration:.2f} tokens per iteration, which takes {cost:.2f} "
+        f"times a plain step; at least {SMALLEST_GAIN:.2f} times plain decoding is asked for, {best.speedup:.2f} is "
+        "reached"
+    )

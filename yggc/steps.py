@@ -1,0 +1,346 @@
+"""The compiled steps of a pair: which artifacts a build needs, compiling them, and loading them into an engine.
+
+Each is kept in the stage cache under a key of all that could change it. The two models are compiled side by side, the
+second in a process of its own, since most of the work of either runs on one core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import sleep
+from types import ModuleType
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from yggc import export, graphs, lowering, packing
+from yggc import kernels as kernels_module
+from yggc.checkpoints import Checkpoint, affine_weights, load_model, open_checkpoint
+from yggc.config import DRAFT_WIDTHS, MOST_NODES, BuildOptions, draft_depths, usable_cores
+from yggc.kernels import TAG, compile_kernels
+from yggc.lowering import lower_to_kernels
+from yggc.progress import Progress
+from yggc.stage_cache import StageCache
+from yggrt import artifacts
+from yggrt.artifacts import (
+    LayerLayout,
+    Step,
+    StepLimits,
+    attention_windows,
+    draft_inputs,
+    fused_draft_inputs,
+    load_kernels,
+    load_package,
+    load_weights,
+    verify_inputs,
+)
+from yggrt.bundle import table_tensor
+from yggrt.engine import Engine
+from yggrt.errors import BuildError, YggError
+from yggrt.executor import PREFILL_WIDTH, Decoder
+from yggrt.kvcache import KvCache, rows_needed
+from yggrt.plan import identity_table
+from yggrt.target import Target
+from yggrt.text import TextCodec, TextSpec
+from yggrt.tree import TreeShape
+
+NUM_KNOTS = 65
+KERNELS_FILE = "kernels.so"
+PACKAGE_FILE = "step.pt2"
+WEIGHTS_FILE = "weights.safetensors"
+RECORD_FILE = "step.json"
+PARALLEL_MEMORY_BYTES = 12e9
+"""Of memory: with less, models are compiled one after the other."""
+
+SOURCES = (graphs, export, lowering, packing, kernels_module, artifacts)
+"""A change in one of these makes kept artifacts worthless."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedStep:
+    """An artifact that the build needs, and the cache entry that holds it once it is compiled.
+
+    vocabulary:  ids the output layer is cut to; None keeps it whole.
+    draft_width: W_d of a fused draft; None for the others, which serve all widths.
+    """
+
+    role: str
+    source: str
+    dtype: str
+    num_threads: int
+    vocab_size: int
+    limits: StepLimits
+    vocabulary: tuple[int, ...] | None
+    draft_width: int | None
+    expected_s: float
+    entry: Path
+
+    @property
+    def depth(self) -> int | None:
+        """Passes of a fused draft; None for the others."""
+        return int(self.role.removeprefix("draft.d")) if "." in self.role else None
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """A kept artifact of one model.
+
+    package, weights:     the compiled file, and the file of its constants.
+    layouts, hidden_size: of the model.
+    """
+
+    role: str
+    limits: StepLimits
+    vocabulary: tuple[int, ...] | None
+    package: Path
+    weights: Path
+    layouts: tuple[LayerLayout, ...]
+    hidden_size: int
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether this is a `draft.dN`."""
+        return "." in self.role
+
+
+def source_digests(*modules: ModuleType) -> list[str]:
+    """Of the modules' files: part of a cache key."""
+    return [hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in modules]
+
+
+def compile_kernels_once(cache: StageCache, progress: Progress, target: Target) -> Path:
+    """The library of kernels, compiled now or kept from before."""
+    key: dict[str, object] = {"tag": TAG, "sku": target.sku, "isa": target.instruction_set, "torch": torch.__version__}
+    entry = cache.entry("kernels", key | {"source": source_digests(kernels_module)})
+    if cache.has(entry):
+        progress.reused("compile kernels")
+    else:
+        with progress.stage("compile kernels", 8):
+            cache.fill(entry, lambda folder: compile_kernels(folder / KERNELS_FILE))
+    return entry / KERNELS_FILE
+
+
+def step_limits(max_context: int, context: int, vocab_size: int) -> StepLimits:
+    """What a model's artifacts hold: every tree that the search tries. vocab_size: tokens its output layer scores."""
+    deepest = {width: draft_depths(width)[-1] for width in DRAFT_WIDTHS}
+    return StepLimits(
+        kv_rows=rows_needed(min(max_context, context), MOST_NODES),
+        max_width=PREFILL_WIDTH,
+        max_moves=max(deepest.values()),
+        max_nodes=MOST_NODES,
+        pool_size=max(TreeShape(width, depth, 1).pool_size for width, depth in deepest.items()),
+        num_children=min(max(DRAFT_WIDTHS), vocab_size),
+        num_knots=NUM_KNOTS,
+    )
+
+
+def wanted_step(
+    cache: StageCache,
+    target: Target,
+    options: BuildOptions,
+    checkpoint: Checkpoint,
+    role: str,
+    vocab_size: int,
+    max_context: int,
+    vocabulary: tuple[int, ...] | None,
+    draft_width: int | None = None,
+) -> WantedStep:
+    """Where the artifact of one model is kept, under a key of all that could change it."""
+    limits = step_limits(max_context, checkpoint.context, len(vocabulary or range(vocab_size)))
+    key: dict[str, object] = {
+        "fingerprint": checkpoint.fingerprint,
+        "role": role,
+        "dtype": options.dtype,
+        "vocab_size": vocab_size,
+        "vocabulary": vocabulary,
+        "limits": asdict(limits),
+        "threads": options.threads,
+        "sku": target.sku,
+        "isa": target.instruction_set,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "source": [TAG, *source_digests(*SOURCES)],
+    }
+    if draft_width is not None:
+        key["draft_width"] = draft_width
+    depth = int(role.removeprefix("draft.d")) if "." in role else 0
+    layers = checkpoint.config.get_text_config().num_hidden_layers
+    return WantedStep(
+        role, checkpoint.source, options.dtype, options.threads, vocab_size, limits, vocabulary, draft_width,
+        25 + 3 * layers + 8 * depth + checkpoint.weight_bytes / 4e7, cache.entry(role, key),
+    )  # fmt: skip
+
+
+def compile_steps(cache: StageCache, progress: Progress, wanted: Sequence[WantedStep]) -> list[CompiledStep]:
+    """The artifacts, compiled now or kept from before. wanted: a model's own step before its fused drafts.
+
+    Two are compiled at a time where the machine has the cores and the memory.
+    """
+    missing = [step for step in wanted if not cache.has(step.entry)]
+    for step in wanted:
+        if step not in missing:
+            progress.reused(f"compile {step.role}")
+    while missing:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        together = 2 if usable_cores() > 1 and memory > PARALLEL_MEMORY_BYTES else 1
+        batch, missing = missing[:together], missing[together:]
+        names = " and ".join(step.role for step in batch)
+        key = f"compile {names} {batch[0].dtype} {batch[0].entry.name[-12:]}"
+        with progress.stage(f"compile {names}", max(step.expected_s for step in batch), key):
+            _compile_together(cache, batch)
+    entries = {step.role: step.entry for step in wanted}
+    return [_read_step(step, entries.get(step.role.split(".")[0], step.entry) / WEIGHTS_FILE) for step in wanted]
+
+
+def _compile_together(cache: StageCache, batch: Sequence[WantedStep]) -> None:
+    """Compile the first step here and the others in processes of their own."""
+    context = multiprocessing.get_context("spawn")
+    helpers = []
+    try:
+        for step in batch[1:]:
+            here, there = context.Pipe(duplex=False)
+            helper = context.Process(target=_compile_apart, args=(cache.root, step, there, os.getpid()), daemon=True)
+            helper.start()
+            there.close()
+            helpers.append((step, helper, here))
+        cache.fill(batch[0].entry, lambda folder: _compile(batch[0], folder))
+        for step, helper, here in helpers:
+            try:
+                error = here.recv()
+            except EOFError:  # it was killed
+                error = BuildError(f"compiling {step.role} ended without a result; is there enough memory?")
+            if error is not None:
+                raise error
+            helper.join()
+    finally:
+        for _, helper, here in helpers:
+            if helper.is_alive():
+                helper.terminate()
+                helper.join()
+            here.close()
+
+
+def _compile_apart(root: Path, step: WantedStep, pipe: Connection, parent: int) -> None:
+    """In a process of its own: compile, keep, and send the error there was, or None."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build's own process ends this one
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        StageCache(root).fill(step.entry, lambda folder: _compile(step, folder))
+        pipe.send(None)
+    except YggError as error:
+        pipe.send(error)
+    except OSError as error:
+        pipe.send(BuildError(f"{step.role} cannot be compiled: {error.strerror or error}"))
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone."""
+    while os.getppid() == parent:
+        sleep(0.5)
+    os._exit(1)
+
+
+def _compile(wanted: WantedStep, folder: Path) -> None:
+    checkpoint = open_checkpoint(wanted.source)
+    model = load_model(checkpoint, getattr(torch, wanted.dtype))
+    try:
+        if wanted.role == "verify":
+            step = export.verify_step(model, wanted.vocab_size, wanted.limits)
+        else:
+            step = export.draft_pass(model, wanted.vocab_size, wanted.limits, wanted.vocabulary)
+        if wanted.depth is not None and wanted.draft_width is not None:
+            step = export.fused_draft(step, wanted.draft_width, wanted.depth)
+        levels = affine_weights(checkpoint, model)
+        program = lower_to_kernels(
+            export.export_step(step), {f"model.{name}": weights for name, weights in levels.items()}
+        )
+        export.compile_step(program, folder / PACKAGE_FILE, wanted.num_threads, folder / "inductor")
+        if wanted.depth is None:  # a fused draft uses the weights of the draft pass
+            save_file(export.constants(program), folder / WEIGHTS_FILE)
+    except YggError:
+        raise
+    except Exception as error:  # torch's exporters raise whatever their internals do
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise BuildError(
+            f"{checkpoint.name} ({type(model).__name__}) cannot be compiled with torch {torch.__version__}: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+    record = {
+        "layouts": [asdict(layout) for layout in step.layouts],
+        "hidden_size": model.config.get_text_config().hidden_size,
+    }
+    (folder / RECORD_FILE).write_text(json.dumps(record))
+
+
+def _read_step(step: WantedStep, weights: Path) -> CompiledStep:
+    record = json.loads((step.entry / RECORD_FILE).read_text())
+    return CompiledStep(
+        role=step.role,
+        limits=step.limits,
+        vocabulary=step.vocabulary,
+        package=step.entry / PACKAGE_FILE,
+        weights=weights,
+        layouts=tuple(LayerLayout(**layout) for layout in record["layouts"]),
+        hidden_size=record["hidden_size"],
+    )
+
+
+def load_engine(
+    steps: Sequence[CompiledStep],
+    kernels: Path,
+    options: BuildOptions,
+    verifier: Checkpoint,
+    drafter: Checkpoint,
+    vocab_size: int,
+    max_context: int,
+    text: TextSpec,
+) -> Engine:
+    """An engine over kept steps, before there is a bundle: what is profiled and calibrated.
+
+    steps: `verify` and `draft`, then fused drafts of one width.
+    """
+    load_kernels(kernels)
+    verify, draft = steps[:2]
+    dtype = getattr(torch, options.dtype)
+    weights = {path: load_weights(path) for path in {verify.weights, draft.weights}}
+    inputs = {
+        "verify": verify_inputs(attention_windows(verify.layouts), verify.limits, dtype),
+        "draft": draft_inputs(draft.limits),
+    }
+    loaded = {
+        step.role: Step(
+            step.role,
+            load_package(step.package, weights[verify.weights if step.role == "verify" else draft.weights]),
+            inputs.get(step.role) or fused_draft_inputs(step.limits),
+            step.limits,
+        )
+        for step in steps
+    }
+    fused = {int(step.role.removeprefix("draft.d")): loaded[step.role] for step in steps if step.is_fused}
+    children = draft.limits.num_children
+    decoder = Decoder(
+        loaded["verify"],
+        loaded["draft"],
+        fused,
+        1,
+        KvCache(verify.layouts, verify.limits, dtype),
+        KvCache(draft.layouts, draft.limits, dtype),
+        table_tensor(identity_table(children, draft.limits.num_knots), children),
+        max_context,
+        plain_width=1,
+    )
+    codec = TextCodec(verifier.tokenizer, text)
+    return Engine(
+        decoder, TreeShape(1, 1, 2), codec, frozenset(text.eos_ids), vocab_size, drafter.context, options.threads
+    )
