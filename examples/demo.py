@@ -55,6 +55,19 @@ def table(engine: yggrt.Engine, plain: yggrt.GenerationResult, speculative: yggr
     return "\n".join(lines)
 
 
+def prediction(engine: yggrt.Engine, plain: yggrt.GenerationResult, speculative: yggrt.GenerationResult) -> str:
+    """What the plan expects on text like the calibration's, beside this one answer."""
+    assert engine.bundle is not None
+    made = engine.bundle.plan.prediction
+    if made is None or not plain.stats.tpot_s or not speculative.stats.tpot_s:
+        return "nothing was predicted"
+    return (
+        f"predicted for text like the calibration's: {made.tpot_s * 1e3:.2f} ms a token, {made.speedup:.2f}x plain\n"
+        f"measured on this answer:                   {speculative.stats.tpot_s * 1e3:.2f} ms a token, "
+        f"{plain.stats.tpot_s / speculative.stats.tpot_s:.2f}x plain"
+    )
+
+
 def report_agreement(engine: yggrt.Engine, plain: yggrt.GenerationResult, speculative: yggrt.GenerationResult) -> int:
     """Say whether both runs agree; 1 when they part where the verifier's two best logits do not nearly tie."""
     assert engine.bundle is not None
@@ -84,6 +97,7 @@ def main() -> int:
     answer_speculatively = answer(engine, plain=False)
     print()
     print(table(engine, answer_plainly, answer_speculatively))
+    print(prediction(engine, answer_plainly, answer_speculatively))
     return report_agreement(engine, answer_plainly, answer_speculatively)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import toy
+from yggrt.plan import DraftGraph, Plan, TreePolicy, read_plan, write_plan
+from yggrt.tree import TreeShape
+
+FIXED_SHAPE = TreeShape(draft_width=4, draft_depth=2, verify_width=4)
 
 torch.set_num_threads(1)  # toys are far too small to share between threads
 
@@ -21,9 +25,10 @@ def verifier():
 
 @dataclass(frozen=True, slots=True)
 class ToyBundle:
-    """A built bundle of two tiny checkpoints, and what it was built from."""
+    """A built bundle of two tiny checkpoints, and what it was built from. searched: the bundle before its plan."""
 
     path: Path
+    searched: Path
     drafter: Path
     verifier: Path
     cache: Path
@@ -33,9 +38,12 @@ class ToyBundle:
 def toy_bundle(tmp_path_factory, pytestconfig) -> ToyBundle:
     """`yggc build` of a tiny fp32 pair, the drafter a noised copy of the verifier; compiled once for all tests.
 
-    Stages are kept in pytest's own cache, so that a rerun compiles only what changed.
+    What the search chooses depends on the machine, so a first build searches, and the bundle the tests use is built
+    from its plan with the trees of `FIXED_SHAPE`. Stages are kept in pytest's own cache, so that a rerun compiles only
+    what changed.
     """
     from tests.yggc.checkpoint_makers import make_tokenizer, write_checkpoint
+    from yggc import build
     from yggc.cli import main
 
     folder = tmp_path_factory.mktemp("toy")
@@ -46,7 +54,20 @@ def toy_bundle(tmp_path_factory, pytestconfig) -> ToyBundle:
     cache = Path(pytestconfig.cache.mkdir("stages"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("YGG_CACHE", str(cache))
+        patch.setattr(build, "wait_until_idle", lambda _say: None)
         arguments = ["build", "--drafter", str(folder / "drafter"), "--verifier", str(folder / "verifier")]
-        code = main([*arguments, "-o", str(folder / "toy.bundle"), "--dtype", "float32", "--threads", "1"])
-    assert code == 0
-    return ToyBundle(folder / "toy.bundle", folder / "drafter", folder / "verifier", cache)
+        assert main([*arguments, "-o", str(folder / "searched.bundle"), "--dtype", "float32", "--threads", "1"]) == 0
+        write_plan(folder / "fixed.ygg", with_fixed_shape(read_plan(folder / "searched.bundle" / "plan.ygg")))
+        assert main([*arguments, "-o", str(folder / "toy.bundle"), "--plan", str(folder / "fixed.ygg")]) == 0
+    return ToyBundle(folder / "toy.bundle", folder / "searched.bundle", folder / "drafter", folder / "verifier", cache)
+
+
+def with_fixed_shape(plan: Plan) -> Plan:
+    """The plan, with FIXED_SHAPE in every iteration, drafted by a fused graph."""
+    children = plan.acceptance_table.num_ranks
+    policy = TreePolicy(
+        FIXED_SHAPE.draft_width, (0, FIXED_SHAPE.draft_depth), (1, FIXED_SHAPE.verify_width), children,
+        plan.policy.draft_vocabulary, FIXED_SHAPE,
+    )  # fmt: skip
+    graphs = (DraftGraph(FIXED_SHAPE.draft_depth, True, 0.002, 0.001),)
+    return replace(plan, policy=policy, draft_graphs=graphs, token_s=None, prediction=None)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import yggrt
-from yggc.config import DEFAULT_SHAPE, LARGEST_SHAPE
+from tests.conftest import FIXED_SHAPE
 from yggc.export import eager_run, verify_step
 from yggrt.artifacts import MASK_VALUE, Step, fused_draft_inputs, load_package, load_weights
 from yggrt.errors import ArtifactError, YggError
@@ -21,7 +21,7 @@ from yggrt.tree import TreeShape
 @pytest.fixture(scope="module")
 def engine(toy_bundle):
     loaded = yggrt.load(toy_bundle.path)
-    loaded.shape = LARGEST_SHAPE
+    loaded.shape = TreeShape(8, 4, 16)
     return loaded
 
 
@@ -107,7 +107,7 @@ def test_a_token_has_the_same_logits_alone_and_in_a_tree_bit_for_bit(engine, mon
 
 
 def test_the_compiled_fused_draft_grows_the_tree_of_single_passes(engine, toy_bundle):
-    decoder, shape = engine.decoder, DEFAULT_SHAPE
+    decoder, shape = engine.decoder, FIXED_SHAPE
     entry = max(toy_bundle.cache.glob(f"draft.d{shape.draft_depth}-*"), key=lambda path: path.stat().st_mtime)
     weights = load_weights(toy_bundle.path / "draft.weights")
     limits = decoder.draft.limits
@@ -176,7 +176,8 @@ def test_widths_and_extents_never_traced_match_eager(engine, model, width, exten
     slots = torch.randperm(extent)[:width] if width < extent else torch.zeros(width, dtype=torch.int64)
     mask = torch.where(torch.rand(width, extent) < 0.5, 0.0, MASK_VALUE)
     mask[:, 0] = 0.0
-    moves = torch.tensor([3, 0, 2, 1][: limits.max_moves]), torch.tensor([1, 0, 0, 2][: limits.max_moves])
+    idle = [0] * (limits.max_moves - 4)
+    moves = torch.tensor([3, 0, 2, 1, *idle]), torch.tensor([1, 0, 0, 2, *idle])
     flat = [tokens, torch.arange(width), slots, mask, *moves]
     expected = eager_run(step)([*flat, *caches[0].buffers])
     decoder = engine.decoder

@@ -34,6 +34,28 @@ def make_parser() -> argparse.ArgumentParser:
     build.add_argument("--plan", type=Path, metavar="FILE", help="compile for this plan; nothing is searched again")
     build.set_defaults(handler=_build)
 
+    simulate = commands.add_parser("simulate", help="what trees would give on some text, without verifying")
+    simulate.add_argument("bundle", type=Path)
+    simulate.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="as for yggrt bench")
+    simulate.add_argument("--limit", type=int, metavar="N", help="this many prompts, spread evenly over the categories")
+    simulate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    simulate.add_argument(
+        "--shape", action="append", default=[], metavar="W,D,V",
+        help="draft width, draft depth, verify width; repeatable; default: what the plan chooses",
+    )  # fmt: skip
+    simulate.add_argument("--json", action="store_true")
+    simulate.set_defaults(handler=_simulate)
+
+    compare = commands.add_parser("compare", help="a bundle against transformers with the same models")
+    compare.add_argument("bundle", type=Path)
+    compare.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="as for yggrt bench")
+    compare.add_argument("--limit", type=int, metavar="N", help="this many prompts, spread evenly over the categories")
+    compare.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    compare.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    compare.add_argument("--drafter", metavar="D", help="default: what the bundle was built from on this machine")
+    compare.add_argument("--verifier", metavar="V", help="likewise")
+    compare.set_defaults(handler=_compare)
+
     inspect = commands.add_parser("inspect", help="do these two models fit together?")
     _add_pair(inspect)
     inspect.add_argument("--json", action="store_true")
@@ -111,8 +133,47 @@ def _build(options: argparse.Namespace) -> int:
     )
     report = build(wanted, Progress(cache_folder() / DURATIONS_FILE))
     print(f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads")
+    if report.plan.prediction is not None:
+        prediction = report.plan.prediction
+        print(
+            f"predicted: {prediction.tpot_s * 1e3:.2f} ms a token, {prediction.plain_tpot_s * 1e3:.2f} plainly "
+            f"({prediction.speedup:.2f}x), {prediction.tokens_per_iteration:.2f} tokens per iteration"
+        )
     print(f'try: yggrt run {report.output} "Why is the sky blue?"')
     return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from yggc.simulate import format_simulations, simulate_bundle
+    from yggrt.bench import read_shape
+
+    found = simulate_bundle(
+        options.bundle,
+        options.prompts,
+        options.limit,
+        options.max_new_tokens,
+        [read_shape(text) for text in options.shape],
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(json.dumps(found, indent=1) if options.json else format_simulations(found))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from yggc.compare import CompareOptions, compare, format_table
+
+    wanted = CompareOptions(
+        bundle=options.bundle,
+        prompts=options.prompts,
+        limit=options.limit,
+        max_new_tokens=options.max_new_tokens,
+        output=options.json,
+        drafter=options.drafter,
+        verifier=options.verifier,
+    )
+    report = compare(wanted, lambda line: print(line, file=sys.stderr, flush=True))
+    print(format_table(report))
+    return 1 if report["failures"] else 0
 
 
 def _distill(options: argparse.Namespace) -> int:

@@ -57,7 +57,6 @@ def make_plan(
     """The decisions of a build, with the measurements they rest on. pair: drafter and verifier."""
     verify, draft = steps[:2]
     policy = decision.policy
-    drafts = tuple(point for point in forecast.points if point.role == "verify" or point.width == policy.draft_width)
     return Plan(
         sku=target.sku,
         target=target.kind,
@@ -71,7 +70,7 @@ def make_plan(
         acceptance_table=decision.table,
         plain_width=plain_width(forecast.points),
         draft_graphs=forecast.draft_graphs,
-        curves=drafts,
+        curves=forecast.points,
         host=host,
         token_s=decision.token_s,
         calibration=calibration,

@@ -14,8 +14,6 @@ from statistics import median
 from time import monotonic, perf_counter, sleep
 from typing import TypeVar
 
-import torch
-
 from yggc.config import DRAFT_WIDTHS
 from yggrt.artifacts import Step
 from yggrt.engine import Engine, GenerationStats
@@ -60,10 +58,8 @@ def measure_steps(engine: Engine) -> LatencyProfile:
     """Time `verify` by width, drafts by width and depth, and the host's share, at every extent the context holds."""
     decoder = engine.decoder
     limits = decoder.draft.limits
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(engine.num_threads)
     points: list[LatencyPoint] = []
-    try:
+    with engine.its_threads():
         for extent in _extents(decoder):
             tokens = [0] * (extent - 1)
             widths = [width for width in VERIFY_WIDTHS if width < limits.max_nodes] or [1]
@@ -76,18 +72,17 @@ def measure_steps(engine: Engine) -> LatencyProfile:
             runs: dict[tuple[str, int, int], Callable[[], object]] = {
                 ("verify", width, 0): partial(_verify, decoder, tokens, width) for width in widths
             }
+            before_tree = tokens[: max(2, extent - limits.max_nodes)]  # one length: no draft finds rows missing
             for shape in shapes:
-                beside_root = tokens[: max(2, extent - shape.capacity)]
                 key = ("draft", shape.draft_width, shape.draft_depth)
-                runs[key] = partial(decoder.draft_tree, beside_root, shape)
+                runs[key] = partial(decoder.draft_tree, before_tree, shape)
             decoder.reset()
             repeats = LONG_REPEATS if points else REPEATS
-            for (role, width, depth), timing in time_in_turns(runs, repeats).items():
+            cool = partial(_verify, decoder, tokens, widths[0])  # a step finds the caches as another model left them
+            for (role, width, depth), timing in time_in_turns(runs, repeats, before=cool).items():
                 points.append(LatencyPoint(role, width, depth, extent, timing.seconds, timing.spread_s))
-        return LatencyProfile(tuple(points), _time_host(engine))
-    finally:
-        decoder.reset()
-        torch.set_num_threads(threads_before)
+    decoder.reset()
+    return LatencyProfile(tuple(points), _time_host(engine))
 
 
 def _extents(decoder: Decoder) -> list[int]:
@@ -133,8 +128,6 @@ def time_drafts(engine: Engine, extent: int = EXTENTS[0]) -> tuple[DraftGraph, .
     decoder = engine.decoder
     fused = dict(decoder.fused)
     graphs = []
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(engine.num_threads)
     try:
         for depth in sorted(fused):
             shape = TreeShape(decoder.draft_width, depth, 1)
@@ -144,13 +137,14 @@ def time_drafts(engine: Engine, extent: int = EXTENTS[0]) -> tuple[DraftGraph, .
                 decoder.fused = graphs
                 decoder.draft_tree(tokens, shape)
 
-            timed = time_in_turns({"passes": partial(run, {}), "fused": partial(run, fused)})
+            cool = partial(_verify, decoder, tokens, 1)
+            with engine.its_threads():
+                timed = time_in_turns({"passes": partial(run, {}), "fused": partial(run, fused)}, before=cool)
             passes_s, fused_s = timed["passes"].seconds, timed["fused"].seconds
             graphs.append(DraftGraph(depth, fused_s < passes_s, passes_s, fused_s))
         return tuple(graphs)
     finally:
         decoder.fused = fused
-        torch.set_num_threads(threads_before)
 
 
 def with_fused(points: Sequence[LatencyPoint], graphs: Sequence[DraftGraph], width: int) -> tuple[LatencyPoint, ...]:
@@ -178,15 +172,20 @@ def plain_width(points: Sequence[LatencyPoint]) -> int:
 
 
 def time_in_turns(
-    runs: dict[Key, Callable[[], object]], repeats: int = REPEATS, synchronize: Callable[[], object] = lambda: None
+    runs: dict[Key, Callable[[], object]],
+    repeats: int = REPEATS,
+    synchronize: Callable[[], object] = lambda: None,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[Key, Timing]:
     """Time each run `repeats` times, one after the other in every round; the first WARM_UPS rounds do not count.
 
     synchronize: waits for what a run left unfinished on its device; within the time measured.
+    before:      runs ahead of each, outside the time measured.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
     for repeat in range(repeats + WARM_UPS):
         for key, run in runs.items():
+            before()
             synchronize()
             started = perf_counter()
             run()

@@ -8,14 +8,16 @@ growth serves every depth and verify width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from yggc.trace import TracedText
+from yggc.trace import TracedText, trace_text
+from yggrt.bench import read_prompts, spread_over_categories, use_shape
+from yggrt.bundle import load, make_pace, table_tensor
 from yggrt.engine import Engine
 from yggrt.kvcache import EXTENT_BUCKET
 from yggrt.latency import StepTimes
@@ -55,20 +57,18 @@ def grow_text(
         last = min(last, first + max_roots)
     table_before, decoder.table = decoder.table, table
     fused_before, decoder.fused = decoder.fused, {}
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(engine.num_threads)
     values, on_path = [], []
+    decoder.reset()
     try:
-        decoder.reset()
         for length in range(first, last):
-            tree = decoder.draft_tree(tokens[:length], shape)
+            with engine.its_threads():
+                tree = decoder.draft_tree(tokens[:length], shape)
             parents, depths = tree.parents.numpy()[: shape.capacity], tree.depths.numpy()[: shape.capacity]
             values.append(tree.values.numpy()[: shape.capacity].copy())
             on_path.append(nodes_on_path(tree.tokens.numpy()[: shape.capacity], parents, depths, tokens[length:]))
     finally:
         decoder.table, decoder.fused = table_before, fused_before
         decoder.reset()
-        torch.set_num_threads(threads_before)
     empty = np.zeros((0, shape.capacity))
     return GrownText(
         shape.draft_width,
@@ -215,3 +215,84 @@ def replay(grown: GrownText, depth: int, prices: Prices, pace: Pace | None = Non
         tokens += emitted
         iterations += 1
     return Simulated(tokens, iterations, seconds, float(plain.seconds.sum()))
+
+
+# ---- `yggc simulate` ----
+
+
+def simulate_bundle(
+    path: Path,
+    prompts: Path,
+    limit: int | None,
+    max_new_tokens: int,
+    shapes: Sequence[TreeShape],
+    say: Callable[[str], object],
+) -> list[dict[str, object]]:
+    """What each shape, or the plan's own choices where none is given, would do on a file of prompts.
+
+    The verifier answers every prompt once, plainly; the rest is simulated with the plan's curves, so that a shape is
+    compared with `yggrt bench --shape` by its tokens per iteration and its seconds per token. Plain JSON data.
+    Raises ValueError for a shape that was not compiled or measured.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit {limit}: at least 1 is accepted")
+    if max_new_tokens < 2:
+        raise ValueError(f"max-new-tokens {max_new_tokens}: at least 2 are accepted")
+    chosen = spread_over_categories(read_prompts(prompts), limit)
+    engine = load(path)
+    assert engine.bundle is not None
+    plan = engine.bundle.plan
+    times = StepTimes(plan.curves)
+    for shape in shapes:
+        use_shape(engine, shape)
+        times.draft_s(shape.draft_width, shape.draft_depth, 1)
+    engine.pace = make_pace(plan)
+    texts = []
+    for index, prompt in enumerate(chosen):
+        with engine.its_threads():
+            text = trace_text(engine, prompt, False, max_new_tokens)
+        if text is not None:
+            texts.append(text)
+        say(f"  {index + 1}/{len(chosen)} prompts answered plainly")
+    if not texts:
+        raise ValueError(f"no prompt of {prompts} fits the context of {engine.max_context} tokens")
+    table = table_tensor(plan.acceptance_table, plan.policy.children_per_node)
+    found = []
+    for wanted in shapes or (None,):
+        shape = plan.policy.default_shape if wanted is None else wanted
+        widths = plan.policy.verify_widths if wanted is None else (shape.verify_width,)
+        prices = Prices(times, plan.host, plan.plain_width, widths, plan.token_s if wanted is None else None)
+        pace = engine.pace if wanted is None else None
+        grown = [grow_text(engine, text, replace(shape, verify_width=1), table) for text in texts]
+        simulated = add_up([replay(each, shape.draft_depth, prices, pace) for each in grown])
+        found.append(
+            {
+                "shape": "the plan's" if wanted is None else name_of(shape),
+                "tokens": simulated.tokens,
+                "iterations": simulated.iterations,
+                "tokens_per_iteration": simulated.tokens_per_iteration,
+                "tpot_s": simulated.tpot_s,
+                "plain_tpot_s": simulated.plain_tpot_s,
+                "speedup": simulated.plain_tpot_s / simulated.tpot_s,
+            }
+        )
+        say(f"  {found[-1]['shape']}: simulated")
+    return found
+
+
+def name_of(shape: TreeShape) -> str:
+    """W_d,D_d,W_v."""
+    return f"{shape.draft_width},{shape.draft_depth},{shape.verify_width}"
+
+
+def format_simulations(found: Sequence[dict[str, object]]) -> str:
+    """For people: a line a shape."""
+    lines = [f"{'shape':<14}{'tokens/iteration':>17}{'TPOT, ms':>10}{'plain, ms':>11}{'speedup':>9}"]
+    for each in found:
+        tpot_s, plain_s = each["tpot_s"], each["plain_tpot_s"]
+        assert isinstance(tpot_s, float) and isinstance(plain_s, float)
+        lines.append(
+            f"{each['shape']:<14}{each['tokens_per_iteration']:>17.3f}{tpot_s * 1e3:>10.2f}{plain_s * 1e3:>11.2f}"
+            f"{each['speedup']:>8.2f}x"
+        )
+    return "\n".join(lines)

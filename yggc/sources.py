@@ -13,7 +13,8 @@ from yggrt.wire import write_atomically
 def remember_source(root: Path, fingerprint: str, source: str) -> None:
     """Keep where a checkpoint was read from. root: the cache folder. A local path is kept whole."""
     known = _read(root)
-    place = os.path.abspath(source) if os.path.exists(source) else source
+    path = os.path.expanduser(source)
+    place = os.path.abspath(path) if os.path.exists(path) else source
     if known.get(fingerprint) != place:
         known[fingerprint] = place
         write_atomically(root / SOURCES_FILE, json.dumps(known, indent=1).encode())

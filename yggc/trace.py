@@ -132,7 +132,8 @@ def make_trace(
     """
     texts = []
     for index, (prompt, held_out) in enumerate(zip(prompts.prompts, prompts.held_out, strict=True)):
-        text = trace_text(engine, prompt, held_out, answer_tokens)
+        with engine.its_threads():
+            text = trace_text(engine, prompt, held_out, answer_tokens)
         if text is not None:
             texts.append(text)
         on_text(index + 1, len(prompts.prompts))

@@ -16,6 +16,8 @@ from time import perf_counter
 
 from yggrt.bundle import load
 from yggrt.engine import Engine, GenerationResult
+from yggrt.plan import Prediction
+from yggrt.tree import TreeShape
 
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.0625}
 """Largest top-2 gap at which two shapes of one step may choose differently, by dtype. Logits of size 16 to 32 lie 0.125
@@ -57,9 +59,17 @@ class Pair:
 
 
 def run_bench(
-    path: Path, prompts: Path, limit: int | None, max_new_tokens: int, output: Path | None, floor: float | None
+    path: Path,
+    prompts: Path,
+    limit: int | None,
+    max_new_tokens: int,
+    output: Path | None,
+    floor: float | None,
+    shape: TreeShape | None = None,
 ) -> int:
     """Bench a bundle, print a table, write JSON.
+
+    shape: a tree for every iteration, in place of what the plan chooses.
 
     Returns 1 when the two ways differ beyond a near tie, or the median speedup is below `floor`.
     """
@@ -72,6 +82,8 @@ def run_bench(
         raise ValueError(f"{output.resolve().parent} does not exist; the figures cannot be written to {output}")
     engine = load(path)
     assert engine.bundle is not None
+    if shape is not None:
+        use_shape(engine, shape)
     for notice in engine.bundle.notices:
         print(f"note: {notice}", file=sys.stderr)
     for prompt in chosen:  # a prompt that does not fit is said before the first is answered
@@ -91,6 +103,8 @@ def run_bench(
         _progress(index + 1, len(chosen), perf_counter() - started, pair)
     report = summarize(pairs, engine, differences)
     print(format_table(report))
+    if shape is None and engine.bundle.plan.prediction is not None:
+        print(beside_prediction(engine.bundle.plan.prediction, report))
     for notice in dict.fromkeys(notice for pair in pairs for notice in pair.speculative.stats.notices):
         print(f"note: {notice}")
     for entry in differences:
@@ -108,6 +122,56 @@ def run_bench(
         print(f"yggrt: median speedup {_cell(speedup, '.2f', 'x')} is below the floor of {floor}x", file=sys.stderr)
         return 1
     return 0
+
+
+def use_shape(engine: Engine, shape: TreeShape) -> None:
+    """Grow this tree in every iteration. Raises ValueError when it is larger than the artifacts hold."""
+    limits = engine.decoder.draft.limits
+    if shape.capacity > limits.max_nodes or shape.draft_depth > limits.max_moves or shape.pool_size > limits.pool_size:
+        raise ValueError(
+            f"shape {shape.draft_width},{shape.draft_depth},{shape.verify_width}: trees of up to {limits.max_nodes} "
+            f"nodes, {limits.max_moves} passes and {limits.pool_size} candidates between them were compiled"
+        )
+    engine.shape, engine.pace = shape, None
+
+
+def read_shape(text: str) -> TreeShape:
+    """W_d,D_d,W_v. Raises ValueError."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"shape {text!r:.40}: draft width, draft depth and verify width are accepted, such as 4,2,4")
+    return TreeShape(*(int(part) for part in parts))
+
+
+MISS = 0.05
+"""How far a prediction may be off before it is called a miss."""
+
+
+def beside_prediction(prediction: Prediction, report: dict[str, object]) -> str:
+    """What was predicted for text like the calibration's, and what this bench measured; misses are marked."""
+    plain, speculative = report["plain"], report["speculative"]
+    assert isinstance(plain, dict) and isinstance(speculative, dict)
+    rows = [
+        ("TPOT, ms", 1e3 * prediction.tpot_s, _milliseconds(speculative["tokens_per_s"])),
+        ("plain TPOT, ms", 1e3 * prediction.plain_tpot_s, _milliseconds(plain["tokens_per_s"])),
+        ("speedup", prediction.speedup, _ratio(plain["tokens_per_s"], speculative["tokens_per_s"])),
+        ("tokens per iteration", prediction.tokens_per_iteration, report["acceptance_length"]),
+    ]
+    lines = [f"{'':<22}{'predicted':>10}{'measured':>10}"]
+    for name, predicted, measured in rows:
+        off = measured / predicted - 1 if isinstance(measured, float) else 0.0
+        missed = f"   off by {off:+.0%}" if abs(off) > MISS else ""
+        lines.append(f"{name:<22}{predicted:>10.2f}{_cell(measured, '.2f'):>10}{missed}")
+    lines.append("predicted for text like the calibration's held-out part, on an idle machine")
+    return "\n".join(lines)
+
+
+def _milliseconds(tokens_per_s: object) -> float | None:
+    return 1e3 / tokens_per_s if isinstance(tokens_per_s, float) else None
+
+
+def _ratio(plain: object, speculative: object) -> float | None:
+    return speculative / plain if isinstance(plain, float) and isinstance(speculative, float) else None
 
 
 def read_prompts(path: Path) -> list[BenchPrompt]:
@@ -185,6 +249,7 @@ def summarize(pairs: Sequence[Pair], engine: Engine, differences: Sequence[Diffe
     return {
         **_figures(pairs),
         "predicted_tpot_s": prediction.tpot_s if prediction else None,
+        "predicted_speedup": prediction.speedup if prediction else None,
         "load_s": engine.load_s,
         "bundle_bytes": engine.bundle.num_bytes if engine.bundle else None,
         "differences": [

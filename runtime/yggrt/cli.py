@@ -47,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     bench.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     bench.add_argument("--floor", type=float, metavar="X", help="exit 1 when the median speedup is below X")
+    bench.add_argument("--shape", metavar="W,D,V", help="this tree in every iteration, whatever the plan says")
     bench.add_argument("--breakdown", action="store_true", help="where the time of a step goes, instead of prompts")
     bench.set_defaults(handler=_bench)
 
@@ -206,12 +207,13 @@ def _bench(options: argparse.Namespace) -> int:
 
         print(describe(measure(load(options.bundle))))
         return 0
-    from yggrt.bench import run_bench
+    from yggrt.bench import read_shape, run_bench
 
     if options.prompts is None:
         raise ValueError("--prompts FILE is needed (or --breakdown)")
+    shape = None if options.shape is None else read_shape(options.shape)
     return run_bench(
-        options.bundle, options.prompts, options.limit, options.max_new_tokens, options.json, options.floor
+        options.bundle, options.prompts, options.limit, options.max_new_tokens, options.json, options.floor, shape
     )
 
 

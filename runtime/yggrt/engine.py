@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -233,6 +233,18 @@ class Engine:
         """Tokens a request may reach, prompt included."""
         return self.decoder.max_context
 
+    @contextmanager
+    def its_threads(self) -> Iterator[None]:
+        """The compiled steps' number of threads while in it; the caller's afterwards."""
+        threads_before = torch.get_num_threads()
+        try:
+            if threads_before != self.num_threads:
+                torch.set_num_threads(self.num_threads)
+            yield
+        finally:
+            if threads_before != self.num_threads:
+                torch.set_num_threads(threads_before)
+
     def generate(
         self,
         prompt: Prompt,
@@ -336,14 +348,8 @@ class Engine:
         recorder = _Recorder(len(prompt_ids), options.plain)
         rounds = self._decode(prompt_ids, output, budget, options.plain, recorder)
         while True:
-            threads_before = torch.get_num_threads()
-            try:
-                if threads_before != self.num_threads:
-                    torch.set_num_threads(self.num_threads)
+            with self.its_threads():
                 finished = next(rounds, True)
-            finally:
-                if threads_before != self.num_threads:
-                    torch.set_num_threads(threads_before)
             if finished:
                 output.finish()
             piece = output.take_piece()

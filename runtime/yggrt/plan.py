@@ -314,7 +314,7 @@ class Plan:
     max_context: positions a request may reach, prompt included.
     plain_width: rows of the verify step that decodes plainly the fastest; all but one are padding.
     draft_graphs: by depth, ascending; depths that are not named are drafted pass by pass.
-    curves:      measured steps: `verify` by width, drafts of the policy's width by depth, each at several extents.
+    curves:      measured steps: `verify` by width, drafts by width and depth, each at several extents.
     host:        measured beside them.
     token_s:     1 / lambda, seconds a token is worth where depth and verify width are chosen per iteration; None where
                  the default shape is always used.

@@ -9,15 +9,13 @@ from yggrt.plan import ModelIdentity, Plan
 def describe(bundle: Bundle) -> str:
     """What was built, from what, for which machine, and what was decided, a line each."""
     plan, manifest = bundle.plan, bundle.manifest
-    shape = plan.policy.default_shape
     lines = [
         f"bundle      {bundle.path}  ({bundle.num_bytes / 1e6:.0f} MB)",
         f"verifier    {_model(plan.verifier)}",
         f"drafter     {_model(plan.drafter)}",
         f"made for    {plan.sku}, {plan.num_threads} threads, {plan.dtype}, torch {manifest.torch_version}",
         f"context     {plan.max_context} tokens, prompt included",
-        f"tree        width {shape.draft_width}, depth {shape.draft_depth}, {shape.verify_width} nodes verified, "
-        f"{plan.policy.children_per_node} children a node",
+        f"tree        {_tree(plan)}",
         f"draft head  {_head(plan)}",
         f"schedule    {plan.schedule.name}: {' > '.join(stage.name for stage in plan.schedule.stages)}",
         f"plain       {plan.plain_width} rows a step",
@@ -26,19 +24,50 @@ def describe(bundle: Bundle) -> str:
             f"(measured: fused {graph.fused_s * 1e3:.2f} ms, pass by pass {graph.passes_s * 1e3:.2f} ms)"
             for graph in plan.draft_graphs
         ),
-        f"calibration {plan.calibration.name if plan.calibration else 'none: raw drafter probabilities'}",
-        f"prediction  {f'{plan.prediction.tpot_s * 1e3:.2f} ms a token' if plan.prediction else 'none'}",
+        f"calibration {_calibration(plan)}",
+        f"prediction  {_prediction(plan)}",
         f"made by     yggc {plan.provenance.yggc_version}, {plan.provenance.created}",
         "measured steps:" if plan.curves else "measured steps: none",
     ]
     lines += [
-        f"  {point.role:<7} width {point.width:<4} extent {point.extent:<6} {point.seconds * 1e3:7.2f} ms "
-        f"± {point.spread_s * 1e3:.2f}"
+        f"  {point.role:<7} width {point.width:<4} depth {point.depth:<3} extent {point.extent:<6} "
+        f"{point.seconds * 1e3:7.2f} ms ± {point.spread_s * 1e3:.2f}"
         for point in plan.curves
     ]
     lines.append("files:")
     lines += [f"  {file.file:<16} {file.num_bytes / 1e6:9.1f} MB  {file.digest[:16]}…" for file in bundle.entries]
     return "\n".join(lines)
+
+
+def _tree(plan: Plan) -> str:
+    policy, shape = plan.policy, plan.policy.default_shape
+    if shape.draft_depth == 0:
+        return "none: plain decoding"
+    verified = f"{shape.verify_width} nodes"
+    if plan.token_s is not None:
+        menu = ", ".join(map(str, policy.verify_widths))
+        verified = f"{menu} nodes by value (a token is worth {plan.token_s * 1e3:.2f} ms)"
+    return (
+        f"width {shape.draft_width}, depth {shape.draft_depth}, {policy.children_per_node} children a node; "
+        f"verified: {verified}; depths to fall back to: {', '.join(map(str, policy.draft_depths[:-1])) or 'none'}"
+    )
+
+
+def _calibration(plan: Plan) -> str:
+    record = plan.calibration
+    if record is None:
+        return "none: raw drafter probabilities"
+    return f"{record.name}: {record.num_prompts} prompts, {record.num_tokens} tokens (sha256 {record.sha256[:12]})"
+
+
+def _prediction(plan: Plan) -> str:
+    made = plan.prediction
+    if made is None:
+        return "none"
+    return (
+        f"{made.tpot_s * 1e3:.2f} ms a token, plainly {made.plain_tpot_s * 1e3:.2f}: {made.speedup:.2f}x, "
+        f"{made.tokens_per_iteration:.2f} tokens per iteration"
+    )
 
 
 def _head(plan: Plan) -> str:

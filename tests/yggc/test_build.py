@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
 import pytest
 
-from yggc import build as build_module
 from yggc import export
 from yggc.cli import main
 from yggc.config import BuildOptions
 from yggc.progress import Progress
 from yggc.stage_cache import StageCache, place_folder, remove_abandoned
+from yggrt.cli import main as run_main
 from yggrt.errors import BuildError
-from yggrt.plan import read_manifest, read_plan
+from yggrt.plan import Plan, read_manifest, read_plan, write_plan
+from yggrt.tree import TreeShape
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -38,10 +41,13 @@ def kept(toy_bundle, monkeypatch):
 def test_a_build_with_nothing_changed_keeps_every_stage(toy_bundle, kept, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export, "compile_step", lambda *_: pytest.fail("compiled again"))
     assert build_again(toy_bundle, tmp_path / "again.bundle") == 0
-    assert capsys.readouterr().err.count("kept from before") == 6
-    first, second = read_manifest(toy_bundle.path), read_manifest(tmp_path / "again.bundle")
+    done = [line.split(" done in")[0].strip() for line in capsys.readouterr().err.splitlines() if " done in" in line]
+    assert done == ["inspect", "emit"]
+    first, second = read_manifest(toy_bundle.searched), read_manifest(tmp_path / "again.bundle")
     assert first.artifacts == second.artifacts and first.text == second.text
-    assert read_plan(tmp_path / "again.bundle" / "plan.ygg").policy == read_plan(toy_bundle.path / "plan.ygg").policy
+    assert (
+        read_plan(tmp_path / "again.bundle" / "plan.ygg").policy == read_plan(toy_bundle.searched / "plan.ygg").policy
+    )
 
 
 def test_an_older_bundle_is_replaced_whole_and_anything_else_is_refused(toy_bundle, kept, tmp_path, capsys):
@@ -102,7 +108,7 @@ def test_ctrl_c_leaves_nothing_partial(toy_bundle, tmp_path, monkeypatch, capsys
         path.write_bytes(b"half a package")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build_module.export, "compile_step", interrupted)
+    monkeypatch.setattr(export, "compile_step", interrupted)
     assert build_again(toy_bundle, tmp_path / "b") == 130
     assert "interrupted" in capsys.readouterr().err
     kept = [path.name.partition("-")[0] for path in cache.iterdir() if path.is_dir()]
@@ -210,6 +216,67 @@ def test_a_damaged_history_of_durations_is_no_history(tmp_path):
     with Progress(tmp_path / "durations.json", quiet=True).stage("a", 1):
         pass
     assert "a" in (tmp_path / "durations.json").read_text()
+
+
+def test_a_plan_is_compiled_as_it_is(toy_bundle, kept, tmp_path, capsys):
+    assert build_again(toy_bundle, tmp_path / "b", "--plan", str(toy_bundle.path / "plan.ygg")) == 0
+    assert read_plan(tmp_path / "b" / "plan.ygg") == read_plan(toy_bundle.path / "plan.ygg")
+    err = capsys.readouterr().err
+    assert "calibrate" not in err and "search" not in err and "profile" not in err
+
+
+def test_a_plan_of_another_machine_is_used_with_a_note(toy_bundle, kept, tmp_path, capsys):
+    plan = replace(read_plan(toy_bundle.path / "plan.ygg"), sku="cpu-x86_64-base-64c")
+    write_plan(tmp_path / "p.ygg", plan)
+    assert build_again(toy_bundle, tmp_path / "b", "--plan", str(tmp_path / "p.ygg")) == 0
+    assert "the plan was made for cpu-x86_64-base-64c; this machine is" in capsys.readouterr().err
+
+
+def larger_tree(plan: Plan) -> Plan:
+    policy = replace(plan.policy, draft_depths=(12,), verify_widths=(4,), default_shape=TreeShape(4, 12, 4))
+    return replace(plan, policy=policy, draft_graphs=())
+
+
+@pytest.mark.parametrize(
+    "change, more, message",
+    [
+        (lambda plan: replace(plan, drafter=replace(plan.drafter, fingerprint="0" * 64)), [], "is for the drafter"),
+        (lambda plan: plan, ["--max-context", "100"], "--max-context 100 was given, the plan says 512"),
+        (lambda plan: plan, ["--prompts", "x"], "both a plan and prompts"),
+        (larger_tree, [], "the plan asks for trees of width 4 and depth 12; up to 33 nodes"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_in_one_line(toy_bundle, kept, tmp_path, capsys, change, more, message):
+    write_plan(tmp_path / "p.ygg", change(read_plan(toy_bundle.path / "plan.ygg")))
+    assert build_again(toy_bundle, tmp_path / "b", "--plan", str(tmp_path / "p.ygg"), *more) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("yggc:")]
+    assert len(lines) == 1 and message in lines[0]
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_searched_plan_predicts_and_simulates(toy_bundle, tmp_path, capsys):
+    plan = read_plan(toy_bundle.searched / "plan.ygg")
+    assert plan.prediction is not None and plan.calibration is not None and plan.token_s is not None
+    assert plan.prediction.speedup >= 0.95
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "the world"}\n{"prompt": "a tree"}\n')
+    command = ["simulate", str(toy_bundle.path), "--prompts", str(prompts), "--max-new-tokens", "24"]
+    assert main([*command, "--shape", "2,2,3", "--shape", "8,4,16"]) == 0
+    out = capsys.readouterr().out
+    assert "2,2,3" in out and "8,4,16" in out
+    assert main([*command, "--shape", "3,1,2"]) == 1
+    assert "no draft of width 3" in capsys.readouterr().err
+
+
+def test_simulated_tokens_per_iteration_are_those_of_the_bench(toy_bundle, tmp_path, capsys):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "the world"}\n{"prompt": "a tree"}\n{"prompt": "water"}\n')
+    for shape in ("1,1,2", "4,2,4", "8,4,16"):
+        limits = ["--prompts", str(prompts), "--max-new-tokens", "40"]
+        assert main(["simulate", str(toy_bundle.path), *limits, "--shape", shape, "--json"]) == 0
+        simulated = json.loads(capsys.readouterr().out)[0]["tokens_per_iteration"]
+        assert run_main(["bench", str(toy_bundle.path), *limits, "--shape", shape, "--json", str(tmp_path / "o")]) == 0
+        assert json.loads((tmp_path / "o").read_text())["acceptance_length"] == pytest.approx(simulated, rel=1e-6)
 
 
 def test_threads_default_to_all_cores():
