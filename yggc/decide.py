@@ -74,7 +74,7 @@ def search(
 
     found = search_tree.search_tree(candidates(engine, times), grow, prices)
     return Decision(
-        policy_of(found, vocabulary),
+        policy_of(found.chosen.candidate, found.chosen.depth, found.verify_widths, vocabulary),
         table,
         found.chosen.token_s,
         reason_for_plain(found) if found.chosen.depth == 0 else "",

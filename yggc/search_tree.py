@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from yggc.simulate import GrownText, Prices, Simulated, add_up, outcomes, replay
+from yggrt.pace import Pace
 from yggrt.plan import TreePolicy
 from yggrt.tree import TreeShape
 
@@ -53,12 +54,13 @@ class Scored:
 
 
 def score(candidate: Candidate, depth: int, texts: Sequence[GrownText], prices: Prices) -> Scored:
-    """Simulate with the lambda that the candidate itself reaches."""
+    """Simulate with the lambda that the candidate itself reaches, falling back where a text does not pay."""
     token_s = add_up([replay(text, 0, prices) for text in texts]).tpot_s
     best: Scored | None = None
     for _ in range(ROUNDS):
         priced = replace(prices, token_s=token_s)
-        simulated = add_up([replay(text, depth, priced) for text in texts])
+        pace = pace_of(candidate, depth, priced) if depth else None
+        simulated = add_up([replay(text, depth, priced, pace) for text in texts])
         if best is None or simulated.tpot_s < best.simulated.tpot_s:
             best = Scored(candidate, depth, token_s, simulated)
         if depth == 0 or abs(simulated.tpot_s - token_s) < SETTLED * token_s:
@@ -66,6 +68,19 @@ def score(candidate: Candidate, depth: int, texts: Sequence[GrownText], prices: 
         token_s = simulated.tpot_s
     assert best is not None
     return best
+
+
+def pace_of(candidate: Candidate, depth: int, prices: Prices) -> Pace:
+    """The runtime's choices with this tree, any measured verify width among them."""
+    assert prices.token_s is not None
+    policy = policy_of(candidate, depth, fitting(prices.verify_widths, candidate, depth), None)
+    return Pace(policy, prices.times, prices.host, prices.plain_width, prices.token_s)
+
+
+def fitting(widths: Sequence[int], candidate: Candidate, depth: int) -> tuple[int, ...]:
+    """The verify widths that a tree can fill, its own size the last of them."""
+    capacity = 1 + candidate.draft_width * depth
+    return tuple(sorted({min(width, capacity) for width in widths}))
 
 
 def choose(scored: Iterable[Scored]) -> Scored:
@@ -137,18 +152,17 @@ def used_widths(chosen: Scored, texts: Sequence[GrownText], prices: Prices, shar
     return tuple(width for width in prices.verify_widths if width < largest) + (largest,)
 
 
-def policy_of(search: TreeSearch, vocabulary: tuple[int, ...] | None) -> TreePolicy:
+def policy_of(
+    candidate: Candidate, depth: int, verify_widths: tuple[int, ...], vocabulary: tuple[int, ...] | None
+) -> TreePolicy:
     """The plan's policy: depths to fall back to are halves of the chosen one, down to plain decoding."""
-    chosen = search.chosen
-    depths = {0}
-    depth = chosen.depth
-    while depth > 0:
-        depths.add(depth)
-        depth //= 2
-    width = chosen.candidate.draft_width if chosen.depth else 1
-    shape = TreeShape(width, chosen.depth, search.verify_widths[-1])
-    children = chosen.candidate.children_per_node
-    return TreePolicy(width, tuple(sorted(depths)), search.verify_widths, children, vocabulary, shape)
+    depths, shallower = {0}, depth
+    while shallower > 0:
+        depths.add(shallower)
+        shallower //= 2
+    width = candidate.draft_width if depth else 1
+    shape = TreeShape(width, depth, verify_widths[-1])
+    return TreePolicy(width, tuple(sorted(depths)), verify_widths, candidate.children_per_node, vocabulary, shape)
 
 
 def reason_for_plain(search: TreeSearch) -> str:

@@ -139,7 +139,7 @@ def outcomes(grown: GrownText, depth: int, prices: Prices) -> Outcomes:
     worth = np.cumsum(np.exp(np.take_along_axis(values, order, axis=1)), axis=1)[:, menu - 1]
     for extent in set(extents.tolist()):
         here = extents == extent
-        costs = prices.times.verify_s(prices.verify_widths, extent)
+        costs = prices.times.verify_s(menu.tolist(), extent)
         if prices.token_s is not None:
             verified[here] = menu[np.argmax(worth[here] - costs / prices.token_s, axis=1)]
         drafting = prices.times.draft_s(grown.draft_width, depth, extent) + prices.host.speculative_s

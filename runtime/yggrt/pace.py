@@ -47,7 +47,7 @@ class Pace:
         self._times, self._host = times, host
         self._plain_width, self._token_s = plain_width, token_s
         self._menu = np.array(policy.verify_widths)
-        self._costs: dict[int, NDArray[np.float64]] = {}
+        self._costs: dict[tuple[int, int], NDArray[np.float64]] = {}
         self._seconds: dict[tuple[int, int, int], float] = {}
         self.start()
 
@@ -70,10 +70,10 @@ class Pace:
 
         Source: design, "Verification width".
         """
-        if extent not in self._costs:
-            self._costs[extent] = self._times.verify_s(self.verify_widths, extent) / self._token_s
-        menu = np.minimum(self._menu, values.size)
-        worth = np.cumsum(np.exp(values))[menu - 1] - self._costs[extent]
+        menu, key = np.minimum(self._menu, values.size), (extent, values.size)
+        if key not in self._costs:
+            self._costs[key] = self._times.verify_s(menu.tolist(), extent) / self._token_s
+        worth = np.cumsum(np.exp(values))[menu - 1] - self._costs[key]
         return int(menu[int(np.argmax(worth))])
 
     def iteration_s(self, depth: int, verify_width: int, extent: int) -> float:

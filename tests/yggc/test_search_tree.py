@@ -15,6 +15,7 @@ from yggc.search_tree import (
     Candidate,
     Scored,
     choose,
+    pace_of,
     policy_of,
     reason_for_plain,
     score,
@@ -64,11 +65,13 @@ def made_text(width: int, skill: float, seed: int, roots: int = 30) -> GrownText
 
 
 def brute_force(text: GrownText, depth: int, prices: Prices, token_s: float) -> tuple[float, int]:
-    """(seconds, tokens) of a text, root by root and width by width, in plain Python."""
+    """(seconds, tokens) of a text, root by root and width by width, in plain Python; falling back as yggrt does."""
     at, seconds = 0, 0.0
+    pace = pace_of(Candidate(text.draft_width, 8), depth, replace(prices, token_s=token_s))
     while at < text.num_roots:
-        wanted = min(depth, text.budget - 2 - at)
+        wanted = min(pace.shape().draft_depth, text.budget - 2 - at)
         if wanted == 0:
+            pace.observe(0, 1, 64, 1)
             seconds += float(prices.times.verify_s([1], 64)[0]) + prices.host.plain_s
             at += 1
             continue
@@ -79,7 +82,8 @@ def brute_force(text: GrownText, depth: int, prices: Prices, token_s: float) -> 
             cost = float(prices.times.verify_s([min(width, len(nodes))], 64)[0])
             worth = sum(np.exp(np.float32(text.values[at][node])) for node in rows) - cost / token_s
             options.append((worth, -len(rows), cost, int(sum(text.on_path[at][node] for node in rows))))
-        _, _, cost, emitted = max(options, key=lambda option: option[0])
+        _, rows_less, cost, emitted = max(options, key=lambda option: option[0])
+        pace.observe(wanted, -rows_less, 64, min(emitted, text.num_roots - at))
         seconds += cost + prices.times.draft_s(text.draft_width, wanted, 64) + prices.host.speculative_s
         at += min(emitted, text.num_roots - at)
     return seconds, text.num_roots
@@ -132,7 +136,7 @@ def test_an_unrelated_drafter_gives_plain_decoding_and_says_why():
     texts = [replace(made_text(2, 0.5, each), on_path=np.eye(1, 7, dtype=bool).repeat(30, 0)) for each in range(3)]
     found = search_tree({Candidate(2, 8): DEPTHS}, lambda *_: texts, made_prices(0.5))
     assert found.chosen.depth == 0 and found.verify_widths == (1,)
-    policy = policy_of(found, None)
+    policy = policy_of(found.chosen.candidate, found.chosen.depth, found.verify_widths, None)
     assert policy.draft_depths == (0,) and policy.default_shape.draft_depth == 0
     reason = reason_for_plain(found)
     assert reason.startswith("no speculation: it does not pay here") and "1.00 tokens per iteration" in reason
@@ -177,5 +181,5 @@ def test_fallback_depths_are_halves_down_to_plain_decoding():
     texts = [made_text(1, 0.93, each, roots=60) for each in range(3)]
     found = search_tree({Candidate(1, 1): DEPTHS}, lambda *_: texts, made_prices(0.05, row_s=0.2))
     assert found.chosen.depth == 3
-    assert policy_of(found, None).draft_depths == (0, 1, 3)
+    assert policy_of(found.chosen.candidate, found.chosen.depth, found.verify_widths, None).draft_depths == (0, 1, 3)
     assert add_up([score(Candidate(1, 1), 0, texts, made_prices(1.0)).simulated]).iterations == 180
