@@ -14,7 +14,7 @@ test: setup
 	$(BIN)/pytest
 
 # Plain against speculative on 60 bench prompts, 10 of each Spec-Bench group; PROMPTS names the file. Fails when the
-# median speed-up is below the floor; 0.93 was reached with a tree that nothing has been searched for yet.
+# median speed-up is below the floor.
 PROMPTS ?= ../shared/bench/spec_bench.jsonl
 bench: setup
 	@test -f demo.bundle/bundle.ygg || $(BIN)/python examples/demo.py
