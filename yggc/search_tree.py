@@ -28,6 +28,8 @@ FINALIST = 0.04
 SHALLOW = 4
 """Deeper trees are grown only where the deepest of these was the best."""
 
+MOST_FINALISTS = 2
+
 ROUNDS = 6
 SETTLED = 1e-4
 
@@ -128,10 +130,9 @@ def search_tree(depths_of: Mapping[Candidate, Sequence[int]], grow: Grow, prices
             found += [score(candidate, depth, texts, prices) for depth in depths if depth > shallow[-1]]
         screened += found
     bound = min(entry.simulated.tpot_s for entry in screened) * (1 + FINALIST)
-    finalists = sorted(
-        {entry.candidate for entry in screened if entry.depth and entry.simulated.tpot_s <= bound},
-        key=lambda candidate: (candidate.draft_width, candidate.children_per_node),
-    )
+    near_best = [entry for entry in screened if entry.depth and entry.simulated.tpot_s <= bound]
+    near_best.sort(key=lambda entry: (entry.simulated.tpot_s, entry.candidate.draft_width))
+    finalists = list(dict.fromkeys(entry.candidate for entry in near_best))[:MOST_FINALISTS]
     finals: list[Scored] = []
     menus: dict[Candidate, Sequence[GrownText]] = {}
     for candidate in finalists:

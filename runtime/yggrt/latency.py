@@ -45,6 +45,7 @@ class StepTimes:
 
     def __init__(self, points: Sequence[LatencyPoint]) -> None:
         self._lines: dict[tuple[str, int, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._verify: dict[int, list[float]] = {}  # by extent: seconds of every measured width
         by_step: dict[tuple[str, int, int], dict[int, float]] = {}
         for point in points:
             by_step.setdefault((point.role, point.width, point.depth), {})[point.extent] = point.seconds
@@ -57,8 +58,9 @@ class StepTimes:
 
     def verify_s(self, widths: Sequence[int], extent: int) -> NDArray[np.float64]:
         """Seconds of a verifier step by width, float64[len(widths)]."""
-        known = [self._at_extent(("verify", width, 0), extent) for width in self.verify_widths]
-        return _interpolate(widths, self.verify_widths, known)
+        if extent not in self._verify:
+            self._verify[extent] = [self._at_extent(("verify", width, 0), extent) for width in self.verify_widths]
+        return _interpolate(widths, self.verify_widths, self._verify[extent])
 
     def draft_s(self, width: int, depth: int, extent: int) -> float:
         """Seconds of a draft of `depth` passes that add `width` nodes each; 0 for depth 0.
