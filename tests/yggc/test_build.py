@@ -273,6 +273,7 @@ def test_simulated_tokens_per_iteration_are_those_of_the_bench(toy_bundle, tmp_p
     prompts.write_text('{"prompt": "the world"}\n{"prompt": "a tree"}\n{"prompt": "water"}\n')
     for shape in ("1,1,2", "4,2,4", "8,4,16"):
         limits = ["--prompts", str(prompts), "--max-new-tokens", "40"]
+        capsys.readouterr()
         assert main(["simulate", str(toy_bundle.path), *limits, "--shape", shape, "--json"]) == 0
         simulated = json.loads(capsys.readouterr().out)[0]["tokens_per_iteration"]
         assert run_main(["bench", str(toy_bundle.path), *limits, "--shape", shape, "--json", str(tmp_path / "o")]) == 0
