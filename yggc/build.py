@@ -1,7 +1,6 @@
 """`yggc build`: inspect, head cut, kernels, compile, profile, calibrate, search, emit, report.
 
-Each finished stage is kept and reused; a stage that needs another one runs it first, so the commands for single stages
-are the same build, stopped early.
+Each finished stage is kept and reused; a stage that needs another one runs it first.
 """
 
 from __future__ import annotations
@@ -258,7 +257,7 @@ class Build:
     @cached_property
     def forecast(self) -> Forecast:
         decision, measured = self.decision, self.profile
-        fused = tuple(replace(step, weights=self.steps[1].weights) for step in self.fused_steps)
+        fused = self.fused_steps
         entry = self._measured(
             "forecast", decide, profile, simulate, pace, decision=repr(decision), profile=repr(measured),
             fused=[step.package.parent.name for step in fused],

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from yggrt.errors import YggError
 
+TREES_SHOWN = 5
+"""Of those the search tried, the fastest."""
+
 
 def make_parser() -> argparse.ArgumentParser:
     """All commands and flags."""
@@ -35,10 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     build.set_defaults(handler=_build)
 
     simulate = commands.add_parser("simulate", help="what trees would give on some text, without verifying")
-    simulate.add_argument("bundle", type=Path)
-    simulate.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="as for yggrt bench")
-    simulate.add_argument("--limit", type=int, metavar="N", help="this many prompts, spread evenly over the categories")
-    simulate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    _add_bundle_and_prompts(simulate)
     simulate.add_argument(
         "--shape", action="append", default=[], metavar="W,D,V",
         help="draft width, draft depth, verify width; repeatable; default: what the plan chooses",
@@ -47,10 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     simulate.set_defaults(handler=_simulate)
 
     compare = commands.add_parser("compare", help="a bundle against transformers with the same models")
-    compare.add_argument("bundle", type=Path)
-    compare.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="as for yggrt bench")
-    compare.add_argument("--limit", type=int, metavar="N", help="this many prompts, spread evenly over the categories")
-    compare.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    _add_bundle_and_prompts(compare)
     compare.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     compare.add_argument("--drafter", metavar="D", help="default: what the bundle was built from on this machine")
     compare.add_argument("--verifier", metavar="V", help="likewise")
@@ -85,6 +82,13 @@ def make_parser() -> argparse.ArgumentParser:
     clean = commands.add_parser("clean", help="remove the kept stages of all builds")
     clean.set_defaults(handler=_clean)
     return parser
+
+
+def _add_bundle_and_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="as for yggrt bench")
+    parser.add_argument("--limit", type=int, metavar="N", help="this many prompts, spread evenly over the categories")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
 
 
 def _add_pair(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +136,11 @@ def _build(options: argparse.Namespace) -> int:
         plan=options.plan,
     )
     report = build(wanted, Progress(cache_folder() / DURATIONS_FILE))
+    for tried in report.tried[:TREES_SHOWN]:
+        print(
+            f"tried: width {tried.draft_width}, depth {tried.depth}, {tried.children_per_node} children a node: "
+            f"{tried.speedup:.3f}x plain, {tried.tokens_per_iteration:.2f} tokens per iteration"
+        )
     print(f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads")
     if report.plan.prediction is not None:
         prediction = report.plan.prediction

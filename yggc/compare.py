@@ -206,13 +206,8 @@ def compare(options: CompareOptions, say: Callable[[str], None]) -> dict[str, An
     say(f"loading {drafter.name} and {verifier.name} into transformers")
     dtype = getattr(torch, bundle.manifest.dtype)
     ways = Ways(engine, load_model(drafter, dtype), load_model(verifier, dtype))
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(engine.num_threads)
-    try:
-        with silence_libraries():
-            records = _measure(ways, chosen, options.max_new_tokens, say)
-    finally:
-        torch.set_num_threads(threads_before)
+    with engine.its_threads(), silence_libraries():
+        records = _measure(ways, chosen, options.max_new_tokens, say)
     prediction = bundle.plan.prediction
     report = {
         "bundle": str(options.bundle),

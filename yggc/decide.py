@@ -27,7 +27,7 @@ SCREENED_TEXTS = 10
 
 @dataclass(frozen=True, slots=True)
 class TriedTree:
-    """One line of the search: a tree, and what it does on the calibration's text. depth 0 is plain decoding."""
+    """One line of the search: a tree, and what it does on the calibration's text."""
 
     draft_width: int
     children_per_node: int
@@ -72,17 +72,17 @@ def search(
         shape = TreeShape(candidate.draft_width, depth, 1)
         return [grow_text(engine, text, shape, tensor) for text in (traced.fit if everything else sample)]
 
-    found = search_tree.search_tree(candidates(engine, times), grow, prices)
+    found = search_tree.search_tree(candidates(engine), grow, prices)
     return Decision(
         policy_of(found.chosen.candidate, found.chosen.depth, found.verify_widths, vocabulary),
         table,
         found.chosen.token_s,
         reason_for_plain(found) if found.chosen.depth == 0 else "",
-        tuple(_tried(entry) for entry in found.ranking),
+        tuple(_tried(entry) for entry in found.ranking if entry.depth),
     )
 
 
-def candidates(engine: Engine, times: StepTimes) -> dict[Candidate, tuple[int, ...]]:
+def candidates(engine: Engine) -> dict[Candidate, tuple[int, ...]]:
     """Depths to try by candidate: all widths with the children that were compiled, and the plain chain."""
     limits = engine.decoder.draft.limits
     most = limits.num_children

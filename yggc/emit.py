@@ -101,6 +101,7 @@ def emit_bundle(
         scratch.mkdir()
         artifacts = tuple(_place_artifact(scratch, step) for step in steps)
         for step in (verify, draft):
+            assert step.weights is not None
             shutil.copyfile(step.weights, scratch / _weights_file(step.role))
         shutil.copyfile(kernels, scratch / KERNELS_FILE)
         verifier.tokenizer.save(str(scratch / TOKENIZER_FILE))

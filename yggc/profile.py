@@ -7,7 +7,7 @@ time is a median. A busy machine is waited for, and told of where it stays busy.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,7 +18,7 @@ from yggc.config import DRAFT_WIDTHS
 from yggrt.artifacts import Step
 from yggrt.engine import Engine, GenerationStats
 from yggrt.executor import Decoder
-from yggrt.latency import LatencyPoint
+from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.plan import DraftGraph, HostSeconds
 from yggrt.tree import TreeShape
 
@@ -60,7 +60,7 @@ def measure_steps(engine: Engine) -> LatencyProfile:
     limits = decoder.draft.limits
     points: list[LatencyPoint] = []
     with engine.its_threads():
-        for extent in _extents(decoder):
+        for extent in _extents(engine.max_context):
             tokens = [0] * (extent - 1)
             widths = [width for width in VERIFY_WIDTHS if width < limits.max_nodes] or [1]
             shapes = [
@@ -72,8 +72,9 @@ def measure_steps(engine: Engine) -> LatencyProfile:
             runs: dict[tuple[str, int, int], Callable[[], object]] = {
                 ("verify", width, 0): partial(_verify, decoder, tokens, width) for width in widths
             }
-            before_tree = tokens[: max(2, extent - limits.max_nodes)]  # one length: no draft finds rows missing
-            for shape in shapes:
+            within = min(extent, engine.drafter_context)
+            before_tree = tokens[: max(2, within - limits.max_nodes)]  # one length: no draft finds rows missing
+            for shape in shapes if within == extent or not points else ():
                 key = ("draft", shape.draft_width, shape.draft_depth)
                 runs[key] = partial(decoder.draft_tree, before_tree, shape)
             decoder.reset()
@@ -85,10 +86,9 @@ def measure_steps(engine: Engine) -> LatencyProfile:
     return LatencyProfile(tuple(points), _time_host(engine))
 
 
-def _extents(decoder: Decoder) -> list[int]:
-    """Extents to measure at: those of EXTENTS that both caches hold, or the largest that they do."""
-    largest = min(decoder.verifier_cache.limits.kv_rows, decoder.drafter_cache.limits.kv_rows) - 1
-    return [extent for extent in EXTENTS if extent <= largest] or [largest]
+def _extents(max_context: int) -> list[int]:
+    """Extents to measure at: those of EXTENTS that a request can reach, or all of its context."""
+    return [extent for extent in EXTENTS if extent <= max_context] or [max_context]
 
 
 def _verify(decoder: Decoder, tokens: list[int], width: int) -> None:
@@ -131,7 +131,7 @@ def time_drafts(engine: Engine, extent: int = EXTENTS[0]) -> tuple[DraftGraph, .
     try:
         for depth in sorted(fused):
             shape = TreeShape(decoder.draft_width, depth, 1)
-            tokens = [0] * max(2, min(extent, decoder.drafter_cache.limits.kv_rows - 1) - shape.capacity)
+            tokens = [0] * max(2, min(extent, engine.max_context, engine.drafter_context) - shape.capacity)
 
             def run(graphs: dict[int, Step], tokens: list[int] = tokens, shape: TreeShape = shape) -> None:
                 decoder.fused = graphs
@@ -148,14 +148,20 @@ def time_drafts(engine: Engine, extent: int = EXTENTS[0]) -> tuple[DraftGraph, .
 
 
 def with_fused(points: Sequence[LatencyPoint], graphs: Sequence[DraftGraph], width: int) -> tuple[LatencyPoint, ...]:
-    """Points of drafts of `width`, less what their fused graph saves."""
-    saved = {graph.depth: graph.fused_s / graph.passes_s for graph in graphs if graph.fused}
-    return tuple(
-        replace(point, seconds=point.seconds * saved[point.depth])
-        if point.role == "draft" and point.width == width and point.depth in saved
-        else point
-        for point in points
-    )
+    """The points, with fused drafts of `width` at what their graph takes, at depths that were not timed too."""
+    times = StepTimes(points)
+    found = list(points)
+    for graph in graphs:
+        if not graph.fused:
+            continue
+        share = graph.fused_s / graph.passes_s
+        for extent in sorted({point.extent for point in points if point.role == "draft" and point.width == width}):
+            seconds = times.draft_s(width, graph.depth, extent) * share
+            key = ("draft", width, graph.depth, extent)
+            spreads = [p.spread_s for p in found if (p.role, p.width, p.depth, p.extent) == key]
+            found = [p for p in found if (p.role, p.width, p.depth, p.extent) != key]
+            found.append(LatencyPoint(*key, seconds, *(spreads or [0.0])))
+    return tuple(found)
 
 
 def plain_width(points: Sequence[LatencyPoint]) -> int:

@@ -46,15 +46,11 @@ class GrownText:
         return self.values.shape[0]
 
 
-def grow_text(
-    engine: Engine, text: TracedText, shape: TreeShape, table: Tensor, max_roots: int | None = None
-) -> GrownText:
-    """Grow a tree at every root of a text, or at the first `max_roots`. table: as the decoder takes it."""
+def grow_text(engine: Engine, text: TracedText, shape: TreeShape, table: Tensor) -> GrownText:
+    """Grow a tree at every root of a text. table: as the decoder takes it."""
     decoder = engine.decoder
     tokens = [*text.prompt_ids, *text.answer_ids]
     first, last = len(text.prompt_ids) + 1, len(tokens)
-    if max_roots is not None:
-        last = min(last, first + max_roots)
     table_before, decoder.table = decoder.table, table
     fused_before, decoder.fused = decoder.fused, {}
     values, on_path = [], []

@@ -95,7 +95,7 @@ class WantedStep:
 class CompiledStep:
     """A kept artifact of one model.
 
-    package, weights:     the compiled file, and the file of its constants.
+    package, weights:     the compiled file, and the file of its constants; None where it uses the draft pass's.
     layouts, hidden_size: of the model.
     """
 
@@ -103,7 +103,7 @@ class CompiledStep:
     limits: StepLimits
     vocabulary: tuple[int, ...] | None
     package: Path
-    weights: Path
+    weights: Path | None
     layouts: tuple[LayerLayout, ...]
     hidden_size: int
 
@@ -195,11 +195,10 @@ def compile_steps(cache: StageCache, progress: Progress, wanted: Sequence[Wanted
         together = 2 if usable_cores() > 1 and memory > PARALLEL_MEMORY_BYTES else 1
         batch, missing = missing[:together], missing[together:]
         names = " and ".join(step.role for step in batch)
-        key = f"compile {names} {batch[0].dtype} {batch[0].entry.name[-12:]}"
+        key = f"compile {names} {batch[0].dtype} {Path(batch[0].source).name}"
         with progress.stage(f"compile {names}", max(step.expected_s for step in batch), key):
             _compile_together(cache, batch)
-    entries = {step.role: step.entry for step in wanted}
-    return [_read_step(step, entries.get(step.role.split(".")[0], step.entry) / WEIGHTS_FILE) for step in wanted]
+    return [_read_step(step) for step in wanted]
 
 
 def _compile_together(cache: StageCache, batch: Sequence[WantedStep]) -> None:
@@ -283,14 +282,14 @@ def _compile(wanted: WantedStep, folder: Path) -> None:
     (folder / RECORD_FILE).write_text(json.dumps(record))
 
 
-def _read_step(step: WantedStep, weights: Path) -> CompiledStep:
+def _read_step(step: WantedStep) -> CompiledStep:
     record = json.loads((step.entry / RECORD_FILE).read_text())
     return CompiledStep(
         role=step.role,
         limits=step.limits,
         vocabulary=step.vocabulary,
         package=step.entry / PACKAGE_FILE,
-        weights=weights,
+        weights=step.entry / WEIGHTS_FILE if step.depth is None else None,
         layouts=tuple(LayerLayout(**layout) for layout in record["layouts"]),
         hidden_size=record["hidden_size"],
     )
@@ -313,7 +312,8 @@ def load_engine(
     load_kernels(kernels)
     verify, draft = steps[:2]
     dtype = getattr(torch, options.dtype)
-    weights = {path: load_weights(path) for path in {verify.weights, draft.weights}}
+    assert verify.weights is not None and draft.weights is not None
+    verify_weights, draft_weights = load_weights(verify.weights), load_weights(draft.weights)
     inputs = {
         "verify": verify_inputs(attention_windows(verify.layouts), verify.limits, dtype),
         "draft": draft_inputs(draft.limits),
@@ -321,7 +321,7 @@ def load_engine(
     loaded = {
         step.role: Step(
             step.role,
-            load_package(step.package, weights[verify.weights if step.role == "verify" else draft.weights]),
+            load_package(step.package, verify_weights if step.role == "verify" else draft_weights),
             inputs.get(step.role) or fused_draft_inputs(step.limits),
             step.limits,
         )

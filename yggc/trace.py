@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -149,7 +149,9 @@ def trace_text(engine: Engine, prompt: BenchPrompt, held_out: bool, answer_token
         prompt_ids = engine.encode_prompt(prompt.text, raw)
     except ValueError:  # empty, or longer than the context
         return None
-    budget = min(answer_tokens, engine.max_context - len(prompt_ids), engine.drafter_context - len(prompt_ids))
+    deepest = engine.decoder.draft.limits.max_moves  # no tree grown from this text may pass the drafter's context
+    room = min(engine.max_context, engine.drafter_context - deepest) - len(prompt_ids)
+    budget = min(answer_tokens, room)
     if budget < 2:
         return None
     decoder = engine.decoder
@@ -275,8 +277,3 @@ def _assemble(path: Path, metadata: dict[str, str], arrays: dict[str, NDArray]) 
         )
         prompt, answer = prompt + num_prompt, answer + num_answer
     return CalibrationTrace(metadata["name"], metadata["sha256"], tuple(texts))
-
-
-def categories_of(texts: Sequence[TracedText]) -> tuple[str, ...]:
-    """In order of appearance."""
-    return tuple(dict.fromkeys(text.category for text in texts))

@@ -4,7 +4,8 @@ The verify width is the one that is worth most: expected tokens - lambda * secon
 and the plan's curves. The draft depth is the plan's, until speculation loses on the text at hand: then shallower, then
 plain decoding, and a new try later.
 
-Invariant: what speculation can lose against plain decoding is bounded, see `Pace`. Nothing here changes which token
+Invariant: what iterations can lose against plain decoding, by the plan's curves, is bounded, see `Pace`; reading a
+prompt into the drafter comes on top. Nothing here changes which token
 comes next.
 """
 
@@ -18,9 +19,7 @@ from yggrt.plan import HostSeconds, TreePolicy
 from yggrt.tree import TreeShape
 
 DEBT = 0.5
-"""Tokens that a depth may lose on plain decoding before a shallower one takes its place. Simulated on the calibration's
-text with the demo pair, 0.5 gave 1.016 times plain decoding and at worst 0.983 in a category; 1 gave 1.012 and 0.972,
-and never to fall back 0.974 and 0.832."""
+"""Tokens that a depth may lose on plain decoding before a shallower one takes its place."""
 
 CREDIT = 1.0
 """Most that past gains count for: what was earned on an earlier part of a text does not pay for a later one."""

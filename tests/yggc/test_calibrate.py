@@ -177,3 +177,11 @@ def test_prompts_that_do_not_fit_are_left_out(verifier):
     assert len(make_trace(engine, prompts, 5).texts) == 1
     with pytest.raises(ValueError, match="no calibration prompt of p fits"):
         make_trace(engine, dataclasses.replace(prompts, prompts=prompts.prompts[:1], held_out=(False,)), 5)
+
+
+def test_texts_leave_the_drafter_room_for_the_deepest_tree(verifier):
+    engine = toy.make_engine(verifier, verifier, TreeShape(2, 4, 2), max_context=100, drafter_context=30)
+    engine.encode_prompt = lambda text, raw=False: [3] * len(text)
+    text = trace_text(engine, BenchPrompt("a", "x" * 20), False, 50)
+    assert text is not None and text.budget == 30 - 4 - 20
+    assert trace_text(engine, BenchPrompt("a", "x" * 25), False, 50) is None

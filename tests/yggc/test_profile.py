@@ -70,9 +70,13 @@ def test_plain_decoding_uses_a_wider_step_only_where_it_is_faster_beyond_the_spr
 
 
 def test_points_of_fused_drafts_are_those_that_run():
-    points = [LatencyPoint("draft", 4, 2, 128, 2.0, 0.0), LatencyPoint("draft", 8, 2, 128, 3.0, 0.0)]
+    points = [LatencyPoint("verify", 1, 0, 128, 9.0, 0.0)]
+    points += [LatencyPoint("draft", 4, 2, 128, 2.0, 0.0), LatencyPoint("draft", 8, 2, 128, 3.0, 0.0)]
     found = with_fused(points, [DraftGraph(2, True, 4.0, 3.0)], 4)
-    assert [point.seconds for point in found] == [1.5, 3.0]
+    assert {(point.width, point.depth): point.seconds for point in found} == {(1, 0): 9.0, (4, 2): 1.5, (8, 2): 3.0}
+    points.append(LatencyPoint("draft", 4, 4, 128, 4.0, 0.0))
+    deeper = StepTimes(with_fused(points, [DraftGraph(3, True, 4.0, 2.0)], 4))
+    assert [deeper.draft_s(4, depth, 128) for depth in (2, 3, 4)] == [2.0, 1.5, 4.0]
     assert with_fused(points, [DraftGraph(2, False, 4.0, 5.0)], 4) == tuple(points)
 
 
@@ -85,3 +89,19 @@ def test_every_width_and_depth_that_fits_is_timed_and_the_engine_left_as_it_was(
     assert drafts == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)}
     assert measured.host.plain_s > 0 and measured.host.speculative_s > 0
     assert engine.shape == TreeShape(4, 2, 9) and engine.decoder.plain_width == 1 and engine.pace is None
+
+
+def test_no_step_is_timed_at_a_position_that_a_model_does_not_have(verifier):
+    engine = toy.make_engine(verifier, verifier, TreeShape(2, 2, 3), max_context=100, drafter_context=48)
+    decoder = engine.decoder
+    last = {"verify": 0, "draft": 0}
+    for name in last:
+        step = getattr(decoder, name)
+
+        def watched(*inputs, run=step._run, name=name):
+            last[name] = max(last[name], int(inputs[0][1].max()))
+            return run(*inputs)
+
+        step._run = watched
+    measure_steps(engine)
+    assert 64 <= last["verify"] < 100 and 16 <= last["draft"] < 48
