@@ -16,6 +16,7 @@ from torch import Tensor
 
 PANEL = 32  # weights side by side; kernels.cpp has the same number
 BLOCK = 32  # features that share a scale and an offset
+QUAD = 4  # neighbouring features whose levels lie together
 
 
 class Format(IntEnum):
@@ -104,9 +105,10 @@ def unpack(matrix: PackedMatrix) -> Tensor:
         blocks = matrix.data.view(panels, matrix.features // BLOCK, -1)
         scales = blocks[:, :, : 2 * PANEL].contiguous().view(torch.float16).float()
         offsets = blocks[:, :, 2 * PANEL : 4 * PANEL].contiguous().view(torch.float16).float()
-        levels = blocks[:, :, 4 * PANEL :].reshape(panels, blocks.shape[1], -1, PANEL)
+        levels = blocks[:, :, 4 * PANEL :].reshape(panels, blocks.shape[1], -1, PANEL, QUAD)
         if matrix.format == Format.AFFINE4:
             levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2, 3)
+        levels = levels.transpose(3, 4).flatten(2, 3)
         wide = levels.float() * scales[:, :, None, :] + offsets[:, :, None, :]
         turned = wide.reshape(panels, matrix.features, PANEL)
     else:
@@ -133,7 +135,7 @@ def _pack_plain(matrix: Tensor) -> Tensor:
 
 def _pack_affine(affine: AffineWeights) -> Tensor:
     levels = _panels(affine.levels).transpose(1, 2)  # [panels, K, PANEL]
-    levels = levels.reshape(levels.shape[0], -1, BLOCK, PANEL)
+    levels = levels.reshape(levels.shape[0], -1, BLOCK // QUAD, QUAD, PANEL).transpose(3, 4)  # quads of a weight together
     if affine.bits == 4:
         levels = levels[:, :, 0::2] | levels[:, :, 1::2] << 4
     scales, offsets = (

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from yggc.kernels import OPERATORS, c_interface, compile_kernels, find_compiler
 from yggc.packing import BLOCK, AffineWeights, Format, PackedMatrix, pack, unpack
 from yggrt.artifacts import MASK_VALUE
 from yggrt.errors import BuildError
+from yggrt.target import detect_target
 
 PLAIN = {Format.FLOAT32: torch.float32, Format.BFLOAT16: torch.bfloat16, Format.FLOAT16: torch.float16}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -90,10 +92,15 @@ def _capsule(pointer: ctypes.c_void_p) -> object:
     return function(pointer, None, None)
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+@pytest.fixture(scope="module", params=["", "-mno-avx512vnni"], ids=["this CPU", "without whole-number products"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    if request.param and "avx512_vnni" not in detect_target("cpu").sku:
+        pytest.skip("this CPU has no other way to multiply levels")
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    compile_kernels(path)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setenv("CXX", f"{find_compiler()[0]} {request.param}")
+        compile_kernels(path)
     return Kernels(path)
 
 
@@ -102,13 +109,17 @@ def make_matrix(kind: Format, rows: int, features: int) -> PackedMatrix:
     if kind in PLAIN:
         matrix = pack(torch.randn(rows, features).to(PLAIN[kind]))
     else:
-        bits = 4 if kind is Format.AFFINE4 else 8
-        levels = torch.randint(0, 2**bits, (rows, features), dtype=torch.uint8)
-        blocks = (rows, features // BLOCK)
-        affine = AffineWeights(levels, torch.randn(blocks).half() / 2**bits, torch.randn(blocks).half() / 4, bits)
+        affine = make_levels(kind, rows, features)
         matrix = pack(affine.values(), affine)
     assert matrix.format is kind
     return matrix
+
+
+def make_levels(kind: Format, rows: int, features: int) -> AffineWeights:
+    bits = 4 if kind is Format.AFFINE4 else 8
+    levels = torch.randint(0, 2**bits, (rows, features), dtype=torch.uint8)
+    blocks = (rows, features // BLOCK)
+    return AffineWeights(levels, torch.randn(blocks).half() / 2**bits, torch.randn(blocks).half() / 4, bits)
 
 
 # Products
@@ -171,11 +182,55 @@ def test_a_row_of_a_product_is_the_same_bits_alone_and_among_any_others(kernels,
 def test_matrices_below_one_another_give_the_columns_of_each(kernels, kind):
     torch.manual_seed(3)
     upper, lower = make_matrix(kind, 45, 96), make_matrix(kind, 20, 96)
-    values = torch.cat((unpack(upper), unpack(lower)))
+    whole = pack(torch.cat((unpack(upper), unpack(lower))))
+    if kind not in PLAIN:
+        parts = [make_levels(kind, 45, 96), make_levels(kind, 20, 96)]
+        upper, lower = (pack(part.values(), part) for part in parts)
+        fields = [torch.cat([getattr(part, name) for part in parts]) for name in ("levels", "scales", "offsets")]
+        both = AffineWeights(*fields, parts[0].bits)
+        whole = pack(both.values(), both)
     inputs = torch.randn(5, 96)
-    found = kernels.linear(inputs, pack(values))
+    found = kernels.linear(inputs, whole)
     assert torch.equal(found[:, :45], kernels.linear(inputs, upper))
     assert torch.equal(found[:, 45:], kernels.linear(inputs, lower))
+
+
+@pytest.mark.field(8)
+@pytest.mark.parametrize("kind", [Format.AFFINE8, Format.AFFINE4])
+@pytest.mark.parametrize("outlier", [1.0, 300.0])
+def test_levels_are_multiplied_as_exactly_as_one_float32_sum(kernels, kind, outlier):
+    torch.manual_seed(4)
+    matrix = make_matrix(kind, 96, 1536)
+    inputs = torch.randn(8, 1536)
+    inputs[:, 40] *= outlier
+    exact = inputs.double() @ unpack(matrix).double().t()
+    products = (inputs[:, None, :] * unpack(matrix)).numpy()
+    usual = torch.from_numpy(np.add.accumulate(products, axis=2)[:, :, -1]).double() - exact
+    error = kernels.linear(inputs, matrix).double() - exact
+    assert float(error.square().mean()) < 2 * float(usual.square().mean())
+
+
+@pytest.mark.parametrize("kind", [Format.AFFINE8, Format.AFFINE4])
+def test_levels_times_zeros_denormals_and_what_is_not_finite(kernels, kind):
+    matrix = make_matrix(kind, 33, 64)
+    assert not kernels.linear(torch.zeros(1, 64), matrix).any()
+    assert kernels.linear(torch.full((1, 64), 1e-42), matrix).abs().max() < 1e-30
+    for value in (torch.inf, -torch.inf, torch.nan):
+        inputs = torch.ones(2, 64)
+        inputs[1, 37] = value
+        found = kernels.linear(inputs, matrix)
+        assert found[0].isfinite().all() and not found[1].isfinite().any()
+
+
+@pytest.mark.parametrize("kind", [Format.AFFINE8, Format.AFFINE4])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_levels_times_inputs_all_as_large_as_the_largest(kernels, kind, sign):
+    """The whole numbers' last digit must hold them."""
+    matrix = make_matrix(kind, 32, 32)
+    for largest in torch.logspace(-20, 20, 81).tolist():
+        inputs = torch.full((1, 32), sign * largest)
+        exact = inputs.double() @ unpack(matrix).double().t()
+        torch.testing.assert_close(kernels.linear(inputs, matrix).double(), exact, rtol=1e-5, atol=1e-5 * largest)
 
 
 # Embeddings

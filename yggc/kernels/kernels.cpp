@@ -32,6 +32,7 @@ constexpr int LANES = 4;
 #endif
 constexpr int PANEL = 32;      // weights side by side; yggc/packing.py has the same number
 constexpr int BLOCK = 32;      // features that share a scale and an offset; as in yggc/packing.py
+constexpr int QUAD = 4;        // neighbouring features whose levels lie together; as in yggc/packing.py
 constexpr int AHEAD = 4096;    // bytes that weights are fetched ahead of their use: the hardware stops at every page
 constexpr int CHUNK = 64;      // features decoded at a time, so that they stay in the first-level cache
 constexpr int TILE_VECTORS = PANEL / LANES < 2 ? 1 : 2;
@@ -44,7 +45,6 @@ constexpr int VALUE_ROWS = LANES == 8 ? 2 : 4;
 typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t IntVector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint16_t HalfBits __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint32_t UintVector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
@@ -79,16 +79,6 @@ inline Vector read_float16(const uint8_t* from) {
     value[lane] = static_cast<float>(half);
   }
   return value;
-#endif
-}
-
-inline IntVector from_bytes(const uint8_t* from) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<IntVector>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(__AVX2__)
-  return reinterpret_cast<IntVector>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-  return __builtin_convertvector(*reinterpret_cast<const Bytes*>(from), IntVector);
 #endif
 }
 
@@ -144,30 +134,36 @@ using BFloat16 = Plain<2, read_bfloat16>;
 using Float16 = Plain<2, read_float16>;
 
 // weight = level * scale + offset; a block is BLOCK features of PANEL weights: scales and offsets (float16), then levels.
-// With 4 bits a byte holds the levels of two neighbouring features, the first in its low half.
-template <int BITS>
+// The levels of QUAD neighbouring features of a weight share 32 bits, the first in the lowest byte; with 4 bits those of
+// the next QUAD features are in the upper halves of these bytes.
+template <int BITS_OF_LEVEL>
 struct Affine {
+  static constexpr int BITS = BITS_OF_LEVEL;
   static constexpr int64_t BLOCK_BYTES = PANEL * 4 + BLOCK * PANEL * BITS / 8;
   static int64_t panel_bytes(int64_t features) { return features / BLOCK * BLOCK_BYTES; }
   template <class Use>
   static inline __attribute__((always_inline)) void visit(
       const uint8_t* panel, int column, int64_t first, int64_t count, Use&& use) {
+    constexpr int TOGETHER = QUAD * 8 / BITS;
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
       const uint8_t* block = panel + (first + begin) / BLOCK * BLOCK_BYTES;
-      const uint8_t* levels = block + PANEL * 4 + column;
+      const uint8_t* levels = block + PANEL * 4 + column * QUAD;
       for (int line = 0; column == 0 && line < BLOCK_BYTES; line += 64) __builtin_prefetch(block + AHEAD + line);
       Weights scale, offset;
       for (int v = 0; v < TILE_VECTORS; ++v) {
         scale.part[v] = read_float16(block + (column + v * LANES) * 2);
         offset.part[v] = read_float16(block + (PANEL + column + v * LANES) * 2);
       }
-      for (int64_t feature = begin; feature < begin + BLOCK; feature += 8 / BITS, levels += PANEL) {
+      for (int64_t feature = begin; feature < begin + BLOCK; feature += TOGETHER, levels += PANEL * QUAD) {
         IntVector stored[TILE_VECTORS];
-        for (int v = 0; v < TILE_VECTORS; ++v) stored[v] = from_bytes(levels + v * LANES);
-        for (int part = 0; part < 8 / BITS; ++part) {
+        for (int v = 0; v < TILE_VECTORS; ++v)
+          stored[v] = *reinterpret_cast<const IntVector*>(levels + v * LANES * QUAD);
+#pragma GCC unroll 8
+        for (int part = 0; part < TOGETHER; ++part) {
+          const int shift = part % QUAD * 8 + part / QUAD * 4;
           Weights weights;
           for (int v = 0; v < TILE_VECTORS; ++v) {
-            const IntVector level = BITS == 8 ? stored[v] : part ? stored[v] >> 4 : stored[v] & 15;
+            const IntVector level = stored[v] >> shift & (1 << BITS) - 1;
             weights.part[v] = __builtin_convertvector(level, Vector) * scale.part[v] + offset.part[v];
           }
           use(feature + part, weights);
@@ -267,24 +263,157 @@ void multiply_few(
   }
 }
 
+template <class Item>
 struct Aligned {
-  float* data;
-  explicit Aligned(int64_t count) : data(static_cast<float*>(operator new(count * 4, std::align_val_t(64)))) {}
+  Item* data;
+  explicit Aligned(int64_t count)
+      : data(static_cast<Item*>(operator new(count * sizeof(Item), std::align_val_t(64)))) {}
   ~Aligned() { operator delete(data, std::align_val_t(64)); }
   Aligned(const Aligned&) = delete;
   Aligned& operator=(const Aligned&) = delete;
 };
 
+// outputs[rows, columns], columns from `panel` * PANEL on = sums[rows, PANEL].
+template <class Element>
+inline void put_panel(const float* sums, int64_t rows, int64_t panel, int64_t columns, Element* outputs) {
+  const int64_t begin = panel * PANEL, width = std::min<int64_t>(PANEL, columns - begin);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t column = 0; column < width; ++column)
+      put(outputs + row * columns + begin + column, sums[row * PANEL + column]);
+}
+
+#if defined(__AVX512VNNI__)
+
+// Products of levels in whole numbers, which spares decoding them: 64 short products at a time instead of 16 long ones.
+// A block's inputs become whole numbers of LARGEST over the largest of them, so that rounding one changes it by no more
+// than rounding the largest to float32 does. Each is three digits to base 256, and a sum of digits by levels is exact.
+constexpr int DIGITS = 3;
+constexpr float LARGEST = 8355000.0f;  // below 127 * (256 * 256 + 256 + 1), with room for rounding
+constexpr float SMALLEST = 1e-30f;     // inputs of a block with nothing larger count as zero
+constexpr int LEVEL_ROWS = 4;
+constexpr int LEVEL_VECTORS = PANEL / LANES;
+
+// BLOCK inputs: digit d of inputs 4 i to 4 i + 3 in digits[d][i]. input = number * scale; sum is that of the inputs.
+struct WholeBlock {
+  int32_t digits[DIGITS][BLOCK / QUAD];
+  float scale, sum;
+};
+
+inline void to_whole(const float* inputs, WholeBlock& block) {
+  const __m512 part[2] = {_mm512_loadu_ps(inputs), _mm512_loadu_ps(inputs + LANES)};
+  const __m512i unsigned_bits = _mm512_set1_epi32(0x7fffffff);  // in order of size, and what is not a number the largest
+  const int32_t bits = _mm512_reduce_max_epi32(_mm512_max_epi32(
+      _mm512_and_epi32(_mm512_castps_si512(part[0]), unsigned_bits),
+      _mm512_and_epi32(_mm512_castps_si512(part[1]), unsigned_bits)));
+  float most;
+  std::memcpy(&most, &bits, 4);
+  const bool nothing = most <= SMALLEST;
+  const __m512 numbers_per_unit = _mm512_set1_ps(nothing ? 0.0f : LARGEST / most);
+  block.scale = nothing ? 0.0f : most / LARGEST;
+  __m512i number[2];
+  for (int half = 0; half < 2; ++half) number[half] = _mm512_cvtps_epi32(_mm512_mul_ps(part[half], numbers_per_unit));
+  block.sum = block.scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(number[0], number[1])));
+  for (int digit = 0; digit < DIGITS; ++digit)
+    for (int half = 0; half < 2; ++half) {
+      const __m128i lowest = _mm512_cvtepi32_epi8(number[half]);  // signed, so the rest is a multiple of 256
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(block.digits[digit] + half * LANES / QUAD), lowest);
+      number[half] = _mm512_srai_epi32(_mm512_sub_epi32(number[half], _mm512_cvtepi8_epi32(lowest)), 8);
+    }
+}
+
+// sums[ROWS, PANEL] = inputs[ROWS, blocks of features] x the panel's weights.
+template <class Packed, int ROWS>
+void multiply_levels(const WholeBlock* inputs, int64_t blocks, const uint8_t* panel, float* sums) {
+  constexpr int HALVES = 8 / Packed::BITS;
+  const __m512i low_halves = _mm512_set1_epi8(15);
+  __m512 total[ROWS][LEVEL_VECTORS] = {};
+  for (int64_t index = 0; index < blocks; ++index) {
+    const uint8_t* block = panel + index * Packed::BLOCK_BYTES;
+    const uint8_t* levels = block + PANEL * 4;
+    for (int line = 0; line < Packed::BLOCK_BYTES; line += 64) __builtin_prefetch(block + AHEAD + line);
+    __m512i sum[ROWS][DIGITS][LEVEL_VECTORS] = {};
+#pragma GCC unroll 8
+    for (int quad = 0; quad < BLOCK / QUAD; quad += HALVES, levels += PANEL * QUAD) {
+      __m512i stored[LEVEL_VECTORS];
+      for (int v = 0; v < LEVEL_VECTORS; ++v) stored[v] = _mm512_loadu_si512(levels + v * LANES * QUAD);
+#pragma GCC unroll 2
+      for (int half = 0; half < HALVES; ++half) {
+        __m512i level[LEVEL_VECTORS];
+        for (int v = 0; v < LEVEL_VECTORS; ++v)
+          level[v] = HALVES == 1 ? stored[v]
+                                 : _mm512_and_si512(half ? _mm512_srli_epi16(stored[v], 4) : stored[v], low_halves);
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 3
+          for (int digit = 0; digit < DIGITS; ++digit) {
+            const __m512i four = _mm512_set1_epi32(inputs[row * blocks + index].digits[digit][quad + half]);
+#pragma GCC unroll 2
+            for (int v = 0; v < LEVEL_VECTORS; ++v)
+              sum[row][digit][v] = _mm512_dpbusd_epi32(sum[row][digit][v], level[v], four);
+          }
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < LEVEL_VECTORS; ++v) {
+      const Vector scale = read_float16(block + v * LANES * 2), offset = read_float16(block + (PANEL + v * LANES) * 2);
+#pragma GCC unroll 4
+      for (int row = 0; row < ROWS; ++row) {
+        const WholeBlock& input = inputs[row * blocks + index];
+        const __m512 low = _mm512_cvtepi32_ps(
+            _mm512_add_epi32(_mm512_slli_epi32(sum[row][1][v], 8), sum[row][0][v]));
+        const __m512 whole = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[row][2][v]), _mm512_set1_ps(65536.0f), low);
+        const __m512 step = _mm512_mul_ps(reinterpret_cast<__m512>(scale), _mm512_set1_ps(input.scale));
+        total[row][v] = _mm512_fmadd_ps(whole, step, total[row][v]);
+        total[row][v] = _mm512_fmadd_ps(reinterpret_cast<__m512>(offset), _mm512_set1_ps(input.sum), total[row][v]);
+      }
+    }
+  }
+  for (int row = 0; row < ROWS; ++row)
+    for (int v = 0; v < LEVEL_VECTORS; ++v) _mm512_storeu_ps(sums + row * PANEL + v * LANES, total[row][v]);
+}
+
+template <int BITS, class Element>
+void multiply(
+    Affine<BITS> kind, const float* inputs, int64_t rows, int64_t features, const uint8_t* weights, int64_t columns,
+    Element* outputs) {
+  using Packed = decltype(kind);
+  const int64_t panels = (columns + PANEL - 1) / PANEL, blocks = features / BLOCK;
+#pragma omp parallel
+  {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    Aligned<WholeBlock> whole(rows * blocks);
+    for (int64_t index = 0; index < rows * blocks; ++index) to_whole(inputs + index * BLOCK, whole.data[index]);
+    alignas(64) float sums[LEVEL_ROWS * PANEL];
+    for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; ++panel) {
+      const uint8_t* packed = weights + panel * Packed::panel_bytes(features);
+      for (int64_t row = 0; row < rows; row += LEVEL_ROWS) {
+        const int64_t count = std::min<int64_t>(LEVEL_ROWS, rows - row);
+        const WholeBlock* from = whole.data + row * blocks;
+        switch (count) {
+          case 1: multiply_levels<Packed, 1>(from, blocks, packed, sums); break;
+          case 2: multiply_levels<Packed, 2>(from, blocks, packed, sums); break;
+          case 3: multiply_levels<Packed, 3>(from, blocks, packed, sums); break;
+          default: multiply_levels<Packed, LEVEL_ROWS>(from, blocks, packed, sums); break;
+        }
+        put_panel(sums, count, panel, columns, outputs + row * columns);
+      }
+    }
+  }
+}
+
+#endif
+
 // outputs[rows, columns] = inputs[rows, features] x weights[columns, features] transposed. Few rows take their weights
 // straight from the packed panel; for many it is decoded once, a chunk at a time.
 template <class Packed, class Element>
 void multiply(
-    const float* inputs, int64_t rows, int64_t features, const uint8_t* weights, int64_t columns, Element* outputs) {
+    Packed, const float* inputs, int64_t rows, int64_t features, const uint8_t* weights, int64_t columns,
+    Element* outputs) {
   const int64_t panels = (columns + PANEL - 1) / PANEL;
 #pragma omp parallel
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    Aligned sums(rows * PANEL);
+    Aligned<float> sums(rows * PANEL);
     alignas(64) float decoded[CHUNK * PANEL];
     for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; ++panel) {
       const uint8_t* packed = weights + panel * Packed::panel_bytes(features);
@@ -301,10 +430,7 @@ void multiply(
                 reinterpret_cast<const uint8_t*>(decoded), 0, count, sums.data + row * PANEL);
         }
       }
-      const int64_t begin = panel * PANEL, width = std::min<int64_t>(PANEL, columns - begin);
-      for (int64_t row = 0; row < rows; ++row)
-        for (int64_t column = 0; column < width; ++column)
-          put(outputs + row * columns + begin + column, sums.data[row * PANEL + column]);
+      put_panel(sums.data, rows, panel, columns, outputs);
     }
   }
 }
@@ -526,7 +652,7 @@ void attend_all(
   const int64_t blocks = (sizes.extent + LANES - 1) / LANES;
 #pragma omp parallel
   {
-    Aligned scratch(QUERY_ROWS * (sizes.key_dim + blocks * LANES) + sizes.key_dim * LANES + blocks);
+    Aligned<float> scratch(QUERY_ROWS * (sizes.key_dim + blocks * LANES) + sizes.key_dim * LANES + blocks);
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < sizes.kv_heads * tiles; ++item)
       attend(sizes, item / tiles, item % tiles * QUERY_ROWS, queries, keys, values, mask, outputs, scratch.data);
@@ -673,14 +799,14 @@ AOTITorchError YGG_OP(linear)(
   const uint8_t* packed = pointer<const uint8_t*>(weights);
   if (wide_inputs) {
     with_format(format, [&](auto kind) {
-      multiply<decltype(kind)>(pointer<const float*>(inputs), rows, features, packed, columns, pointer<float*>(*result));
+      multiply(kind, pointer<const float*>(inputs), rows, features, packed, columns, pointer<float*>(*result));
     });
   } else {
-    Aligned wide(rows * features);
+    Aligned<float> wide(rows * features);
     const uint16_t* from = pointer<const uint16_t*>(inputs);
     for (int64_t index = 0; index < rows * features; ++index) wide.data[index] = bfloat16_value(from[index]);
     with_format(format, [&](auto kind) {
-      multiply<decltype(kind)>(wide.data, rows, features, packed, columns, pointer<uint16_t*>(*result));
+      multiply(kind, wide.data, rows, features, packed, columns, pointer<uint16_t*>(*result));
     });
   }
   return AOTI_TORCH_SUCCESS;
