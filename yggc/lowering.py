@@ -41,10 +41,10 @@ class _Product:
 class _Packer:
     """Adds packed matrices to a program as buffers, each group of parameters once."""
 
-    def __init__(self, program: ExportedProgram, affine: dict[str, AffineWeights]) -> None:
+    def __init__(self, program: ExportedProgram, affine: dict[str, AffineWeights], exactly: bool) -> None:
         self.program = program
         self.graph: fx.Graph = program.graph_module.graph
-        self.affine = affine
+        self.affine, self.exactly = affine, exactly
         signature = program.graph_signature
         self.targets = {
             spec.arg.name: spec.target
@@ -68,7 +68,7 @@ class _Packer:
         """The buffer that holds these products' matrices below one another; prefix: of its name, if it is new."""
         key = tuple(product.key for product in products)
         if key not in self._packed:
-            matrix = pack(torch.cat([product.matrix for product in products]), _joined(products))
+            matrix = pack(torch.cat([product.matrix for product in products]), _joined(products), self.exactly)
             name = re.sub(r"\W", "_", f"{prefix}{self.names[key[0][0]]}_{len(key)}")
             self._packed[key] = (self._add_buffer(name, matrix.data), matrix)
         return self._packed[key]
@@ -98,12 +98,15 @@ def _joined(products: list[_Product]) -> AffineWeights | None:
     )
 
 
-def lower_to_kernels(program: ExportedProgram, affine: dict[str, AffineWeights]) -> ExportedProgram:
+def lower_to_kernels(
+    program: ExportedProgram, affine: dict[str, AffineWeights], exactly: bool = True
+) -> ExportedProgram:
     """Replace linears and embeddings by kernels over packed weights; parameters nobody reads any more are dropped.
 
-    affine: by parameter name, the levels that a quantised checkpoint was read from.
+    affine:  by parameter name, the levels that a quantised checkpoint was read from.
+    exactly: whether they must give the parameters' values; where not, the values change a little.
     """
-    packer = _Packer(program, affine)
+    packer = _Packer(program, affine, exactly)
     for group in _groups(packer):
         _replace_products(packer, group)
     for node in list(packer.graph.nodes):

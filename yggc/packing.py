@@ -3,7 +3,8 @@
 A checkpoint saved in bfloat16 and run in float32 has half its bits at zero; a GGUF file's weights are short levels with
 a scale and an offset per block. Steps on a CPU are bound by the bytes they read, so the packed copy keeps what the file
 kept and the kernel makes float32 of it on the way. Invariant: unpacking gives every weight back exactly (a zero may
-lose its sign).
+lose its sign), but for a drafter's weights, which `round_to_levels` may have rounded: they decide what is proposed and
+nothing else.
 """
 
 from __future__ import annotations
@@ -82,14 +83,31 @@ class PackedMatrix:
         return self.data.numel()
 
 
-def pack(values: Tensor, affine: AffineWeights | None = None) -> PackedMatrix:
+def round_to_levels(values: Tensor) -> AffineWeights | None:
+    """A matrix [N, K] in 8-bit levels, which loses about as much as bfloat16 does; None where they cannot hold it.
+
+    For drafters alone: a verifier's weights stay what they are.
+    """
+    rows, features = values.shape
+    if features % BLOCK or not bool((values.abs() < torch.finfo(torch.float16).max / 2).all()):
+        return None
+    blocks = values.float().view(rows, -1, BLOCK)
+    offsets = blocks.amin(dim=2).half()
+    scales = ((blocks.amax(dim=2) - offsets.float()) / 255).half()
+    steps = scales.float().clamp(min=2.0**-24)[:, :, None]  # the smallest number of float16
+    levels = ((blocks - offsets.float()[:, :, None]) / steps).round().clamp(0, 255)
+    return AffineWeights(levels.to(torch.uint8).view(rows, features), scales, offsets, bits=8)
+
+
+def pack(values: Tensor, affine: AffineWeights | None = None, exactly: bool = True) -> PackedMatrix:
     """Pack a matrix [N, K] of float32, bfloat16 or float16 in the smallest format that holds it exactly.
 
-    affine: the levels it was made from, where it was; used only where they give the same values.
+    affine:  the levels it was made from, where it was; used only where they give the same values.
+    exactly: False takes the levels whatever values they give.
     """
     rows, features = values.shape
     wide = values.float()
-    if affine is not None and torch.equal(affine.values(), wide):
+    if affine is not None and (not exactly or torch.equal(affine.values(), wide)):
         kind = Format.AFFINE4 if affine.bits == 4 else Format.AFFINE8
         return PackedMatrix(_pack_affine(affine), rows, features, kind)
     for kind, dtype in ((Format.BFLOAT16, torch.bfloat16), (Format.FLOAT16, torch.float16)):
@@ -135,7 +153,7 @@ def _pack_plain(matrix: Tensor) -> Tensor:
 
 def _pack_affine(affine: AffineWeights) -> Tensor:
     levels = _panels(affine.levels).transpose(1, 2)  # [panels, K, PANEL]
-    levels = levels.reshape(levels.shape[0], -1, BLOCK // QUAD, QUAD, PANEL).transpose(3, 4)  # quads of a weight together
+    levels = levels.reshape(levels.shape[0], -1, BLOCK // QUAD, QUAD, PANEL).transpose(3, 4)
     if affine.bits == 4:
         levels = levels[:, :, 0::2] | levels[:, :, 1::2] << 4
     scales, offsets = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from yggc.packing import BLOCK, PANEL, AffineWeights, Format, num_rows, pack, unpack
+from yggc.packing import BLOCK, PANEL, AffineWeights, Format, num_rows, pack, round_to_levels, unpack
 
 PLAIN = {Format.FLOAT32: torch.float32, Format.BFLOAT16: torch.bfloat16, Format.FLOAT16: torch.float16}
 
@@ -167,3 +167,32 @@ def test_levels_scales_and_offsets_that_do_not_fit_are_refused(levels, scales, o
             torch.zeros(offsets, dtype=torch.float16),
             bits,
         )
+
+
+def test_rounding_to_levels_moves_a_weight_by_half_a_level_and_little_more():
+    torch.manual_seed(5)
+    values = torch.randn(40, 96) * torch.logspace(-2, 3, 40)[:, None]
+    values[3], values[4, :32] = 0.25, 0.0
+    affine = round_to_levels(values)
+    assert affine is not None and affine.bits == 8
+    blocks = values.view(40, 3, BLOCK)
+    step = ((blocks.amax(dim=2) - blocks.amin(dim=2)) / 255)[:, :, None].expand_as(blocks).reshape(40, 96)
+    assert ((affine.values() - values).abs() <= 0.7 * step + values.abs() * 2**-10 + 1e-7).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e5])
+def test_what_levels_cannot_hold_is_not_rounded(value):
+    values = torch.ones(4, 64)
+    assert round_to_levels(values) is not None
+    values[2, 40] = value
+    assert round_to_levels(values) is None
+    assert round_to_levels(torch.ones(4, 40)) is None
+
+
+def test_levels_that_give_other_values_are_used_only_where_that_is_allowed():
+    torch.manual_seed(6)
+    values = torch.randn(32, 64)
+    levels = round_to_levels(values)
+    assert pack(values, levels).format is Format.FLOAT32
+    matrix = pack(values, levels, exactly=False)
+    assert matrix.format is Format.AFFINE8 and torch.equal(unpack(matrix), levels.values())
