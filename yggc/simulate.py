@@ -59,9 +59,8 @@ def grow_text(engine: Engine, text: TracedText, shape: TreeShape, table: Tensor)
         for length in range(first, last):
             with engine.its_threads():
                 tree = decoder.draft_tree(tokens[:length], shape)
-            parents, depths = tree.parents.numpy()[: shape.capacity], tree.depths.numpy()[: shape.capacity]
-            values.append(tree.values.numpy()[: shape.capacity].copy())
-            on_path.append(nodes_on_path(tree.tokens.numpy()[: shape.capacity], parents, depths, tokens[length:]))
+            values.append(tree.values.copy())
+            on_path.append(nodes_on_path(tree.tokens, tree.parents, tree.depths, tokens[length:]))
     finally:
         decoder.table, decoder.fused = table_before, fused_before
         decoder.reset()

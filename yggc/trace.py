@@ -192,8 +192,8 @@ def _children(engine: Engine, tokens: list[int], num_prompt: int) -> tuple[NDArr
     try:
         for place in range(num_prompt, len(tokens)):
             tree = decoder.draft_tree(tokens[:place], TreeShape(width, 1, 1))
-            children.append(tree.tokens[1 : 1 + width].numpy().copy())
-            log_q.append(tree.values[1 : 1 + width].numpy().copy())
+            children.append(tree.tokens[1:].copy())
+            log_q.append(tree.values[1:].copy())
     finally:
         decoder.table = table
     return np.stack(children), np.maximum(np.stack(log_q), np.float32(LOG_Q_MIN))

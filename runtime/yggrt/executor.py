@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from yggrt.accept import accept_greedy
-from yggrt.artifacts import DRAFT_ROWS, MASK_VALUE, Step, attention_windows
+from yggrt.artifacts import DRAFT_ROWS, Step, attention_windows
 from yggrt.kvcache import KvCache
+from yggrt.masks import StepMask, prefix_mask
 from yggrt.tree import Tree, TreeShape, VerifyCut, cut_most_valuable, order_by_value
 
 PREFILL_WIDTH = 256
@@ -65,6 +66,16 @@ class StageClock:
         return now
 
 
+class _VerifyRows:
+    """Tokens, positions and slots of W rows: as a step takes them, and as the host writes them."""
+
+    def __init__(self, width: int) -> None:
+        rows = torch.zeros(3, width, dtype=torch.int64)
+        self.inputs = rows.unbind()
+        self.array = rows.numpy()
+        self.places = np.arange(width)
+
+
 class Decoder:
     """Decodes one sequence at a time with a drafter and a verifier.
 
@@ -97,10 +108,9 @@ class Decoder:
         self.windows = attention_windows(verifier_cache.layouts)
         self.clock = StageClock()
         self.on_prefill: Callable[[int, int], object] | None = None
-        self._masks: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._plain_rows: dict[int, Tensor] = {}
+        self._rows: dict[tuple[int, int], _VerifyRows] = {}
+        self._masks: dict[tuple[int, int, int], tuple[StepMask, ...]] = {}
         self._extents: dict[int, Tensor] = {}
-        self._indices = torch.arange(max(verify.limits.max_width, draft.limits.max_nodes))
 
         nodes, pool = draft.limits.max_nodes, draft.limits.pool_size
         self._root = torch.zeros(2, dtype=torch.int64)
@@ -117,9 +127,11 @@ class Decoder:
             torch.zeros(pool, dtype=torch.int64),
             torch.zeros(pool, dtype=torch.int64),
         )
-        self._head_rows = torch.zeros(4, 2, dtype=torch.int64)  # tokens, positions, slots, num_visible of two rows
+        head = torch.zeros(4, 2, dtype=torch.int64)  # tokens, positions, slots, num_visible of the first pass's rows
+        self._head = head.numpy()
+        self._head_rows = head.unbind()
         self._head_ancestors = torch.zeros(2, nodes, dtype=torch.bool)
-        self._head = self._head_rows.numpy()
+        self._ranges: dict[tuple[int, int], Tensor] = {}
 
     def reset(self) -> None:
         """Start a new sequence."""
@@ -140,8 +152,8 @@ class Decoder:
             last = min(first + PREFILL_WIDTH, len(tokens))
             positions = torch.arange(first, last)
             extent = cache.extent(last + 1)
-            masks = tuple(prefix_mask(positions, extent, window, cache.dtype) for window in self.windows)
-            outputs = self._run_verify(torch.tensor(tokens[first:last]), positions, positions + 1, masks)
+            masks = [prefix_mask(positions, extent, window, cache.dtype) for window in self.windows]
+            outputs = self._run_verify((torch.tensor(tokens[first:last]), positions, positions + 1), masks)
             cache.num_committed = last
             if self.on_prefill is not None:
                 self.on_prefill(last, len(tokens))
@@ -152,41 +164,44 @@ class Decoder:
         """One iteration without a draft: run the last committed token, in a step of the fastest width."""
         width, num_tokens = self.plain_width, len(tokens)
         extent = self.verifier_cache.extent(num_tokens + 1)
-        if width not in self._plain_rows:
-            self._plain_rows[width] = torch.zeros(3, width, dtype=torch.int64)
-        rows = self._plain_rows[width]
-        rows[0, 0], rows[1, 0], rows[2, 0] = tokens[-1], num_tokens - 1, num_tokens
-        masks = self._mask_buffers(width, extent)
-        for mask, window in zip(masks, self.windows, strict=True):
-            mask.fill_(MASK_VALUE)
-            mask[0, first_visible(num_tokens - 1, window) : num_tokens + 1] = 0.0
-            mask[1:, 0] = 0.0
+        rows = self._verify_rows(width, 1)
+        rows.array[:, 0] = (tokens[-1], num_tokens - 1, num_tokens)
+        masks = self._step_masks(width, extent, 1)
+        for mask in masks:
+            mask.show_token(num_tokens)
         started = perf_counter()
-        choices, gaps, hidden, _logits = self._run_verify(rows[0], rows[1], rows[2], masks)
+        choices, gaps, hidden, _logits = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
         self.clock.add("plain", started)
         self.verifier_cache.num_committed = num_tokens
-        return Round((int(choices[0]),), (float(gaps[0]),), hidden[0], 0, 1, extent, 1.0)
+        return Round((int(choices.numpy()[0]),), (float(gaps.numpy()[0]),), hidden[0], 0, 1, extent, 1.0)
 
     def flush_moves(self) -> None:
         """Apply the moves owed to both caches, so that their committed rows are in place."""
         cache = self.verifier_cache
         if cache.has_moves:
             padding = torch.zeros(1, dtype=torch.int64)
-            masks = tuple(mask.zero_() for mask in self._mask_buffers(1, 1))
-            self._run_verify(padding, padding, padding, masks)
+            self._run_verify([padding] * 3, [torch.zeros(1, 1, dtype=cache.dtype)] * len(self.windows))
         if self.drafter_cache.has_moves:
             self._run_drafter_rows([], 0)
 
-    def _run_verify(self, tokens: Tensor, positions: Tensor, slots: Tensor, masks: tuple[Tensor, ...]) -> list[Tensor]:
+    def _run_verify(self, rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+        """rows: tokens, positions and slots."""
         cache = self.verifier_cache
-        outputs = self.verify(tokens, positions, slots, *masks, cache.move_src, cache.move_dst)
+        outputs = self.verify(*rows, *masks, cache.move_src, cache.move_dst)
         cache.moved()
         return outputs
 
-    def _mask_buffers(self, width: int, extent: int) -> tuple[Tensor, ...]:
-        key = (width, extent)
+    def _verify_rows(self, width: int, num_rows: int) -> _VerifyRows:
+        key = (width, num_rows)
+        if key not in self._rows:
+            self._rows[key] = _VerifyRows(width)
+        return self._rows[key]
+
+    def _step_masks(self, width: int, extent: int, num_rows: int) -> tuple[StepMask, ...]:
+        key = (width, extent, num_rows)
         if key not in self._masks:
-            self._masks[key] = tuple(torch.empty(width, extent, dtype=self.verifier_cache.dtype) for _ in self.windows)
+            dtype = self.verifier_cache.dtype
+            self._masks[key] = tuple(StepMask(width, extent, dtype, window, num_rows) for window in self.windows)
         return self._masks[key]
 
     # Drafter
@@ -212,7 +227,7 @@ class Decoder:
             rows[2] = rows[3] = rows[1] + 1
         ancestors = torch.zeros(width, self.draft.limits.max_nodes, dtype=torch.bool)
         extent = self._extent_tensor(first_position + width + 1)
-        self._run_draft((*rows.unbind(), ancestors), self._indices[:1], self._indices[:1], self._indices[1:2],
+        self._run_draft((*rows.unbind(), ancestors), self._range(0, 1), self._range(0, 1), self._range(1, 1),
                         self._empty_state, extent)  # fmt: skip
 
     def draft_tree(self, tokens: Sequence[int], shape: TreeShape) -> Tree:
@@ -231,12 +246,12 @@ class Decoder:
         else:
             state = self._run_passes(tokens[-1], shape, extent)
         self.drafter_cache.num_committed = num_tokens
-        return Tree(state[0], state[1], state[2], state[3], shape.capacity)
+        return Tree.of_state(state, shape.capacity)
 
     def _run_fused(self, step: Step, extent: Tensor) -> Sequence[Tensor]:
         cache = self.drafter_cache
         started = perf_counter()
-        outputs = step(*self._head_rows.unbind(), self._root, self.table, extent, cache.move_src, cache.move_dst)
+        outputs = step(*self._head_rows, self._root, self.table, extent, cache.move_src, cache.move_dst)
         cache.moved()
         self.clock.add("draft", started)
         return outputs
@@ -244,16 +259,16 @@ class Decoder:
     def _run_passes(self, root_token: int, shape: TreeShape, extent: Tensor) -> Sequence[Tensor]:
         width = shape.draft_width
         self._tree_tokens[0] = root_token
-        rows: tuple[Tensor, ...] = (*self._head_rows.unbind(), self._head_ancestors)
+        rows: tuple[Tensor, ...] = (*self._head_rows, self._head_ancestors)
         state = self._empty_state
-        expand_rows, expand_nodes = self._indices[1:2], self._indices[:1]
+        expand_rows, expand_nodes = self._range(1, 1), self._range(0, 1)
         for depth in range(shape.draft_depth):
-            added = self._indices[1 + depth * width : 1 + (depth + 1) * width]
+            added = self._range(1 + depth * width, width)
             started = perf_counter()
             outputs = self._run_draft(rows, expand_rows, expand_nodes, added, state, extent)
             self.clock.add("draft", started)
             rows, state = tuple(outputs[: len(DRAFT_ROWS)]), tuple(outputs[len(DRAFT_ROWS) :])
-            expand_rows, expand_nodes = self._indices[:width], added
+            expand_rows, expand_nodes = self._range(0, width), added
         return state
 
     def _run_draft(
@@ -272,6 +287,12 @@ class Decoder:
         )  # fmt: skip
         cache.moved()
         return outputs
+
+    def _range(self, first: int, count: int) -> Tensor:
+        key = (first, count)
+        if key not in self._ranges:
+            self._ranges[key] = torch.arange(first, first + count)
+        return self._ranges[key]
 
     def _extent_tensor(self, num_rows: int) -> Tensor:
         extent = self.drafter_cache.extent(num_rows)
@@ -293,23 +314,24 @@ class Decoder:
         started = perf_counter()
         order = order_by_value(tree)
         extent = self.verifier_cache.extent(num_tokens + min(shape.verify_width, tree.num_nodes))
-        values = tree.values.numpy()[order]
+        values = tree.values[order]
         width = shape.verify_width if choose_width is None else min(choose_width(values, extent), shape.verify_width)
         cut = cut_most_valuable(tree, order, width, shape.draft_depth)
-        width = cut.nodes.numel()
-        masks = self._mask_buffers(width, extent)
-        for mask, window in zip(masks, self.windows, strict=True):
-            fill_tree_mask(mask, cut, num_tokens, window)
-        slots = self._indices[:width] + num_tokens
-        positions = cut.depths + (num_tokens - 1)
+        width = cut.nodes.size
+        rows = self._verify_rows(width, width)
+        rows.array[0] = cut.tokens
+        rows.array[1] = cut.depths + (num_tokens - 1)
+        rows.array[2] = rows.places + num_tokens
+        masks = self._step_masks(width, extent, width)
+        for mask in masks:
+            mask.show_tree(cut.ancestors, cut.depths, num_tokens)
         expected = float(np.exp(values[:width]).sum())
         started = self.clock.add("cut", started)
-        choices, gaps, hidden, _logits = self._run_verify(cut.tokens, positions, slots, masks)
+        choices, gaps, hidden, _logits = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
         started = self.clock.add("verify", started)
-        drafted = cut.tokens.numpy()  # arrays this small cost numpy a fifth of what they cost torch
-        acceptance = accept_greedy(drafted, cut.parents.numpy(), choices.numpy())
+        acceptance = accept_greedy(cut.tokens, cut.parents, choices.numpy())
         path = list(acceptance.rows)
-        accepted = tuple(drafted[path].tolist())
+        accepted = tuple(cut.tokens[path].tolist())
         gaps_on_path = tuple(gaps.numpy()[[0, *path]].tolist())
         self._commit(cut, path, num_tokens)
         last = path[-1] if path else 0
@@ -326,42 +348,6 @@ class Decoder:
         """
         self.verifier_cache.owe_moves([num_tokens + row for row in path], num_tokens + 1)
         self.verifier_cache.num_committed = num_tokens + len(path)
-        nodes = cut.nodes.numpy()
         inner = path[:-1]
-        self.drafter_cache.owe_moves([num_tokens + int(nodes[row]) for row in inner], num_tokens + 1)
+        self.drafter_cache.owe_moves([num_tokens + int(cut.nodes[row]) for row in inner], num_tokens + 1)
         self.drafter_cache.num_committed = num_tokens + len(inner)
-
-
-def first_visible(position: int, window: int | None) -> int:
-    """First slot a row at `position` may see."""
-    return 1 if window is None else max(1, position - window + 2)
-
-
-def prefix_mask(positions: Tensor, extent: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive mask [W, S] of committed rows. positions: int64[W]."""
-    slot_positions = torch.arange(extent) - 1
-    back = positions[:, None] - slot_positions[None, :]
-    visible = (back >= 0) & (slot_positions >= 0)
-    if window is not None:
-        visible &= back < window
-    return torch.where(visible, 0.0, MASK_VALUE).to(dtype)
-
-
-def fill_tree_mask(mask: Tensor, cut: VerifyCut, num_tokens: int, window: int | None) -> None:
-    """Write the additive mask of a verifier step: committed rows, then the rows of the tree from slot num_tokens on.
-
-    mask: [W, S], overwritten.
-    """
-    width = cut.nodes.numel()
-    mask.fill_(MASK_VALUE)
-    tree = mask[:, num_tokens : num_tokens + width]
-    if window is None:
-        mask[:, 1:num_tokens] = 0.0
-        tree.masked_fill_(cut.ancestors, 0.0)
-        return
-    # A row at depth d is at position num_tokens - 1 + d and sees the last `window` positions up to itself.
-    lowest = cut.depths[:, None] + (num_tokens - window)
-    slot_positions = torch.arange(num_tokens - 1)[None, :]
-    mask[:, 1:num_tokens].masked_fill_(slot_positions >= lowest, 0.0)
-    in_window = cut.depths[:, None] - cut.depths[None, :] < window
-    tree.masked_fill_(cut.ancestors & in_window, 0.0)

@@ -6,10 +6,10 @@ its parent and is never more valuable than it, so the most valuable nodes of any
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -56,19 +56,27 @@ class Tree:
 
     tokens, parents, depths: int64[N]; the root has depth 0.
     values:                  float32[N], log of the probability that the verifier's own text passes through the node.
-    num_nodes:               how many of the N are grown; the rest are empty.
     """
 
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    values: Tensor
-    num_nodes: int
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    values: NDArray[np.float32]
+
+    @classmethod
+    def of_state(cls, state: Sequence[Tensor], num_nodes: int) -> Tree:
+        """The first `num_nodes` nodes of a growth state; see `yggrt.artifacts.DRAFT_STATE`."""
+        return cls(*[part.numpy()[:num_nodes] for part in state[:4]])
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, root included."""
+        return self.tokens.size
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyCut:
-    """The nodes handed to the verifier, most valuable first; row 0 is the root.
+    """The nodes handed to the verifier, most valuable first; row 0 is the root. Arrays this small belong to the host.
 
     nodes:     int64[W], growth index of each row.
     tokens:    int64[W]
@@ -77,11 +85,11 @@ class VerifyCut:
     ancestors: bool[W, W], [i, j] is True when row j is row i or an ancestor of it.
     """
 
-    nodes: Tensor
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
+    nodes: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    ancestors: NDArray[np.bool_]
 
 
 def ancestor_matrix(parents: NDArray[np.int64], depth: int) -> NDArray[np.bool_]:
@@ -92,9 +100,9 @@ def ancestor_matrix(parents: NDArray[np.int64], depth: int) -> NDArray[np.bool_]
     Returns: bool[N, N], [i, j] is True when j is i or an ancestor of i.
     """
     nodes = np.arange(parents.size)
-    matrix = np.eye(parents.size, dtype=np.bool_)
-    ancestor = parents
-    for _ in range(depth):  # over depths, never over nodes
+    matrix = np.zeros((parents.size, parents.size), dtype=np.bool_)
+    ancestor = nodes
+    for _ in range(depth + 1):  # over depths, never over nodes
         matrix[nodes, ancestor] = True
         ancestor = parents[ancestor]
     return matrix
@@ -105,25 +113,18 @@ def order_by_value(tree: Tree) -> NDArray[np.int64]:
 
     Sorting is stable, and ancestors are at least as valuable and earlier, so parents precede children.
     """
-    return np.argsort(-tree.values.numpy()[: tree.num_nodes], kind="stable")
+    return np.argsort(-tree.values, kind="stable")
 
 
 def cut_most_valuable(tree: Tree, order: NDArray[np.int64], width: int, depth: int) -> VerifyCut:
     """The `width` most valuable nodes of a tree: one of the nested subtrees the verifier may be given.
 
     order: of `order_by_value`; depth: depth of the deepest node.
-    Returns a cut of min(width, tree.num_nodes) rows, on the host: arrays this small cost numpy a fifth of what they
-    cost torch.
+    Returns a cut of min(width, tree.num_nodes) rows.
     Source: design, "Verification width"; the maximum-value-subtree DP is the test oracle.
     """
     nodes = order[:width]
     row_of = np.zeros(tree.num_nodes, dtype=np.int64)
     row_of[nodes] = np.arange(nodes.size)
-    parents = row_of[tree.parents.numpy()[nodes]]
-    return VerifyCut(
-        torch.from_numpy(nodes),
-        torch.from_numpy(tree.tokens.numpy()[nodes]),
-        torch.from_numpy(parents),
-        torch.from_numpy(tree.depths.numpy()[nodes]),
-        torch.from_numpy(ancestor_matrix(parents, depth)),
-    )
+    parents = row_of[tree.parents[nodes]]
+    return VerifyCut(nodes, tree.tokens[nodes], parents, tree.depths[nodes], ancestor_matrix(parents, depth))

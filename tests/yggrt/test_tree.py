@@ -19,9 +19,7 @@ def random_tree(seed: int, size: int) -> Tree:
         parents.append(parent)
         depths.append(depths[parent] + 1)
         values.append(values[parent] - chance.choice([0.0, 0.1, 0.5, 2.0]))
-    return Tree(
-        torch.arange(size) + 100, torch.tensor(parents), torch.tensor(depths), torch.tensor(values), num_nodes=size
-    )
+    return Tree(np.arange(size) + 100, np.array(parents), np.array(depths), np.array(values, dtype=np.float32))
 
 
 @pytest.mark.parametrize("parents, depth", [([0], 0), ([0, 0, 0], 1), ([0, 0, 0, 1, 1, 3, 4], 3)])
@@ -33,7 +31,7 @@ def test_mask_matches_ancestor_walk(parents, depth):
 def test_cut_is_the_most_valuable_subtree(seed):
     tree = random_tree(seed, 10)
     depth = int(tree.depths.max())
-    chances = tree.values.exp().tolist()
+    chances = np.exp(tree.values).tolist()
     for width in range(1, 11):
         cut = cut_most_valuable(tree, order_by_value(tree), width, depth)
         total = sum(chances[node] for node in cut.nodes.tolist())
@@ -54,9 +52,11 @@ def test_cut_keeps_parents_before_children_and_its_own_ancestors(seed):
         assert cut.ancestors.tolist() == oracle.mask(parents)
 
 
-def test_cut_ignores_nodes_that_are_not_grown():
+def test_a_tree_is_the_first_nodes_of_a_state():
     tree = random_tree(0, 10)
-    partial = Tree(tree.tokens, tree.parents, tree.depths, tree.values, num_nodes=4)
+    state = [torch.from_numpy(part) for part in (tree.tokens, tree.parents, tree.depths, tree.values)]
+    partial = Tree.of_state(state, num_nodes=4)
+    assert partial.num_nodes == 4
     assert sorted(cut_most_valuable(partial, order_by_value(partial), 10, 9).nodes.tolist()) == [0, 1, 2, 3]
 
 
