@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,6 +193,10 @@ def fused_draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
 RunStep = Callable[[list[Tensor]], list[Tensor]]
 
 
+REMEMBERED = 512
+"""Kinds of inputs a step keeps in mind as checked."""
+
+
 class Step:
     """A step bound to its KV buffers: checks its inputs against the ABI, then runs.
 
@@ -205,6 +209,7 @@ class Step:
         self.limits = limits
         self._run = run
         self._kv_buffers: tuple[Tensor, ...] = ()
+        self._accepted: set[tuple[object, ...]] = set()  # shapes, dtypes and layouts of inputs that were checked before
         self._bounds = {"W": limits.max_width, "S": limits.kv_rows - 1, "R": limits.max_width, "A": limits.max_width}
 
     def bind(self, kv_buffers: tuple[Tensor, ...], layouts: tuple[LayerLayout, ...], dtype: torch.dtype) -> None:
@@ -221,6 +226,15 @@ class Step:
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Run once. Raises ArtifactError when an input differs from the ABI in number, rank, size, dtype or layout."""
+        found = tuple([(tensor.shape, tensor.dtype, tensor.is_contiguous()) for tensor in inputs])
+        if found not in self._accepted:
+            self._check(inputs)
+            if len(self._accepted) >= REMEMBERED:
+                self._accepted.clear()
+            self._accepted.add(found)
+        return self._run([*inputs, *self._kv_buffers])
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
         if len(inputs) != len(self.inputs):
             raise ArtifactError(f"{self.role}: got {len(inputs)} inputs, takes {len(self.inputs)}")
         symbols: dict[str, int] = {}
@@ -239,7 +253,6 @@ class Step:
                     f"{self.role}: input {spec.name} is {tensor.dtype} {list(shape)}; contiguous {spec.dtype} "
                     f"{list(spec.sizes)} is accepted, with {self._describe_bounds(symbols)}"
                 )
-        return self._run([*inputs, *self._kv_buffers])
 
     def _describe_bounds(self, symbols: dict[str, int]) -> str:
         return ", ".join(
