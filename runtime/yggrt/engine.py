@@ -51,7 +51,8 @@ class GenerationStats:
     acceptance_length: tokens emitted per iteration, bonus token included; 0 where there was no iteration.
     expected_length:   what the drafted values promised in its place, before anything was verified.
     acceptance_histogram: entry i counts the iterations that emitted i tokens.
-    ttft_s, tpot_s:    seconds to the first token; seconds per token after it (None below two tokens).
+    ttft_s, tpot_s:    seconds until the prompt is read and the first token chosen; seconds per token after it (None
+                       below two tokens).
     tokens_per_s:      1 / tpot_s.
     host_share:        share of the iterations' time outside compiled steps.
     stages:            seconds by stage.
@@ -372,17 +373,19 @@ class Engine:
         if output.finished:  # nothing was asked for
             return
         tokens = list(prompt_ids)
+        pace = None if plain else self.pace
+        if pace is not None:
+            pace.start()
         started = perf_counter()
         first = decoder.prefill(tokens)
         tokens += first.tokens
         _require_finite(first.gaps)
         recorder.gaps += first.gaps
         finished = output.push(first.tokens[0])
+        if not finished and self._choose_shape(len(tokens), budget - 1, plain, recorder).draft_depth:
+            decoder.prefill_drafter(tokens)
         recorder.ttft_s = perf_counter() - started
         yield finished
-        pace = None if plain else self.pace
-        if pace is not None:
-            pace.start()
         while not finished:
             started = perf_counter()
             remaining = budget - output.num_tokens

@@ -329,22 +329,18 @@ class Decoder:
         started = self.clock.add("cut", started)
         choices, gaps, hidden, _logits = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
         started = self.clock.add("verify", started)
-        acceptance = accept_greedy(cut.tokens, cut.parents, choices.numpy())
-        path = list(acceptance.rows)
-        accepted = tuple(cut.tokens[path].tolist())
-        gaps_on_path = tuple(gaps.numpy()[[0, *path]].tolist())
-        self._commit(cut, path, num_tokens)
-        last = path[-1] if path else 0
+        chosen = choices.numpy()
+        path = accept_greedy(cut.tokens, cut.parents, chosen)
+        emitted, gaps_on_path = tuple(chosen[path].tolist()), tuple(gaps.numpy()[path].tolist())
+        self._commit(cut, path[1:], num_tokens)
         self.clock.add("accept", started)
-        return Round(
-            (*accepted, acceptance.bonus), gaps_on_path, hidden[last], tree.num_nodes - 1, width, extent, expected
-        )
+        return Round(emitted, gaps_on_path, hidden[path[-1]], tree.num_nodes - 1, width, extent, expected)
 
     def _commit(self, cut: VerifyCut, path: list[int], num_tokens: int) -> None:
         """Owe both caches the moves that make the accepted path their committed prefix.
 
-        Verifier rows lie in sorted order, drafter rows in growth order. The drafter's row of the last accepted node is
-        left out: the next first pass runs that token again.
+        path: accepted rows below the root. Verifier rows lie in sorted order, drafter rows in growth order. The
+        drafter's row of the last accepted node is left out: the next first pass runs that token again.
         """
         self.verifier_cache.owe_moves([num_tokens + row for row in path], num_tokens + 1)
         self.verifier_cache.num_committed = num_tokens + len(path)

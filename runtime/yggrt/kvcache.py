@@ -43,6 +43,8 @@ class KvCache:
     def owe_moves(self, sources: Sequence[int], first_target: int) -> None:
         """Ask the next step to copy the rows at slots `sources` to first_target, first_target + 1, …"""
         count = len(sources)
+        if not self.has_moves and all(source == first_target + place for place, source in enumerate(sources)):
+            return  # they are there
         self._src[:count] = sources
         self._dst[:count] = range(first_target, first_target + count)
         self._src[count:] = 0
