@@ -1,4 +1,4 @@
-"""The command `yggc`: build, inspect, distill, show and clean. Errors are one line and exit 1."""
+"""The command `yggc`: a build, its stages one by one, and what there is to ask about a bundle. Errors are one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from yggrt.errors import YggError
 
-TREES_SHOWN = 5
-"""Of those the search tried, the fastest."""
+if TYPE_CHECKING:
+    from yggc.build import Build
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,17 +26,27 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     build = commands.add_parser("build", help="compile a pair into a bundle")
-    _add_pair(build)
+    _add_build(build)
     build.add_argument("-o", "--output", type=Path, metavar="DIR", help="default ./<drafter>+<verifier>.bundle")
-    build.add_argument("--target", default="cpu", help="cpu (the default)")
-    build.add_argument(
-        "--dtype", default="float32", help="of activations and KV cache: float32 (the default) or bfloat16"
-    )
-    build.add_argument("--max-context", type=int, metavar="N", help="default the verifier's, up to 8192")
-    build.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; default all cores")
-    build.add_argument("--prompts", type=Path, metavar="FILE", help="to calibrate on, in place of the shipped ones")
     build.add_argument("--plan", type=Path, metavar="FILE", help="compile for this plan; nothing is searched again")
     build.set_defaults(handler=_build)
+
+    for name, help_text, handler in (
+        ("profile", "a build up to its measured step times, and these", _profile),
+        ("calibrate", "a build up to its calibration trace, and how well the drafter knows the text", _calibrate),
+        ("search", "a build up to its plan, and the trees that were tried", _search),
+    ):
+        stage = commands.add_parser(name, help=help_text)
+        _add_build(stage)
+        what = {"calibrate": "the trace", "search": "the plan"}.get(name)
+        if what is not None:
+            stage.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"write {what} there too")
+        stage.set_defaults(handler=handler)
+
+    report = commands.add_parser("report", help="a bundle's prediction beside what it does on held-out prompts")
+    report.add_argument("bundle", type=Path)
+    report.add_argument("--prompts", type=Path, metavar="FILE", help="what it was calibrated on; default: as shipped")
+    report.set_defaults(handler=_report)
 
     simulate = commands.add_parser("simulate", help="what trees would give on some text, without verifying")
     _add_bundle_and_prompts(simulate)
@@ -84,6 +95,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    _add_pair(parser)
+    parser.add_argument("--target", default="cpu", help="cpu (the default)")
+    parser.add_argument(
+        "--dtype", default="float32", help="of activations and KV cache: float32 (the default) or bfloat16"
+    )
+    parser.add_argument("--max-context", type=int, metavar="N", help="default the verifier's, up to 8192")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; default all cores")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="to calibrate on, in place of the shipped ones")
+
+
 def _add_bundle_and_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="as for yggrt bench")
@@ -118,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _build(options: argparse.Namespace) -> int:
-    from yggc.build import build
+def _made_build(options: argparse.Namespace, output: Path | None = None, plan: Path | None = None) -> Build:
+    from yggc.build import Build
     from yggc.config import BuildOptions
     from yggc.progress import Progress
     from yggc.stage_cache import DURATIONS_FILE, cache_folder
@@ -127,29 +149,65 @@ def _build(options: argparse.Namespace) -> int:
     wanted = BuildOptions(
         drafter=options.drafter,
         verifier=options.verifier,
-        output=options.output,
+        output=output,
         target=options.target,
         dtype=options.dtype,
         max_context=options.max_context,
         num_threads=options.threads,
         prompts=options.prompts,
-        plan=options.plan,
+        plan=plan,
     )
-    report = build(wanted, Progress(cache_folder() / DURATIONS_FILE))
-    for tried in report.tried[:TREES_SHOWN]:
-        print(
-            f"tried: width {tried.draft_width}, depth {tried.depth}, {tried.children_per_node} children a node: "
-            f"{tried.speedup:.3f}x plain, {tried.tokens_per_iteration:.2f} tokens per iteration"
-        )
-    print(f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads")
-    if report.plan.prediction is not None:
-        prediction = report.plan.prediction
-        print(
-            f"predicted: {prediction.tpot_s * 1e3:.2f} ms a token, {prediction.plain_tpot_s * 1e3:.2f} plainly "
-            f"({prediction.speedup:.2f}x), {prediction.tokens_per_iteration:.2f} tokens per iteration"
-        )
-    print(f'try: yggrt run {report.output} "Why is the sky blue?"')
+    return Build(wanted, Progress(cache_folder() / DURATIONS_FILE))
+
+
+def _build(options: argparse.Namespace) -> int:
+    from yggc.report import format_prediction, format_tried
+
+    report = _made_build(options, options.output, options.plan).emit()
+    lines = [
+        format_tried(report.tried),
+        f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads",
+        format_prediction(report.plan),
+        f'try: yggrt run {report.output} "Why is the sky blue?"',
+    ]
+    print("\n".join(line for line in lines if line))
     return 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from yggc.report import format_profile
+
+    print(format_profile(_made_build(options).profile))
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from yggc.report import format_trace
+    from yggc.trace import write_trace
+
+    trace = _made_build(options).trace
+    if options.output is not None:
+        write_trace(options.output, trace)
+    print(format_trace(trace))
+    return 0
+
+
+def _search(options: argparse.Namespace) -> int:
+    from yggc.report import format_decision, format_prediction
+    from yggrt.plan import write_plan
+
+    build = _made_build(options)
+    plan = build.plan()
+    if options.output is not None:
+        write_plan(options.output, plan)
+    print("\n".join((format_decision(build.decision), format_prediction(plan))))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from yggc.report import report_bundle
+
+    return report_bundle(options.bundle, options.prompts)
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -223,7 +224,14 @@ def write_trace(path: Path, trace: CalibrationTrace) -> None:
         "sha256": trace.sha256,
         "categories": json.dumps([text.category for text in texts], ensure_ascii=False),
     }
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, scratch, metadata)
+        scratch.replace(path)
+    except SafetensorError as error:  # what its own writer makes of an OSError
+        raise OSError(f"{path} cannot be written: {error}") from None
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def read_trace(path: Path) -> CalibrationTrace:

@@ -86,33 +86,19 @@ def run_bench(
         use_shape(engine, shape)
     for notice in engine.bundle.notices:
         print(f"note: {notice}", file=sys.stderr)
-    for prompt in chosen:  # a prompt that does not fit is said before the first is answered
-        engine.encode_prompt(prompt.text)
-    dtype = engine.bundle.manifest.dtype
-    pairs: list[Pair] = []
-    differences: list[Difference] = []
-    for plain in (False, True):  # warms up
-        engine.generate(chosen[0].text, max_new_tokens=8, plain=plain)
-    started = perf_counter()
-    for index, prompt in enumerate(chosen):
-        pair = _answer_both(engine, prompt, max_new_tokens, plain_first=index % 2 == 0)
-        pairs.append(pair)
-        difference = first_difference(index, pair, NEAR_TIE[dtype])
-        if difference is not None:
-            differences.append(difference)
-        _progress(index + 1, len(chosen), perf_counter() - started, pair)
+    pairs, differences = answer_both_ways(engine, chosen, max_new_tokens)
     report = summarize(pairs, engine, differences)
     print(format_table(report))
     if shape is None and engine.bundle.plan.prediction is not None:
         print(beside_prediction(engine.bundle.plan.prediction, report))
     for notice in dict.fromkeys(notice for pair in pairs for notice in pair.speculative.stats.notices):
         print(f"note: {notice}")
-    for entry in differences:
-        verdict = "near tie" if entry.allowed else "FAILURE"
-        print(f"prompt {entry.prompt}: differs from plain at token {entry.token}, top-2 gap {entry.gap:.3g}, {verdict}")
+    for line in difference_lines(differences):
+        print(line)
     if output is not None:
         output.write_text(json.dumps(report, indent=1))
     if any(not entry.allowed for entry in differences):
+        dtype = engine.bundle.manifest.dtype
         print(
             f"yggrt: speculative differs from plain beyond a near tie ({NEAR_TIE[dtype]} in {dtype})", file=sys.stderr
         )
@@ -122,6 +108,41 @@ def run_bench(
         print(f"yggrt: median speedup {_cell(speedup, '.2f', 'x')} is below the floor of {floor}x", file=sys.stderr)
         return 1
     return 0
+
+
+def answer_both_ways(
+    engine: Engine, prompts: Sequence[BenchPrompt], max_new_tokens: int
+) -> tuple[list[Pair], list[Difference]]:
+    """Answer every prompt plainly and speculatively, the order changing from one to the next; tells its progress.
+
+    Raises ValueError for a prompt that does not fit, before the first is answered.
+    """
+    assert engine.bundle is not None
+    for prompt in prompts:
+        engine.encode_prompt(prompt.text)
+    near_tie = NEAR_TIE[engine.bundle.manifest.dtype]
+    pairs: list[Pair] = []
+    differences: list[Difference] = []
+    for plain in (False, True):  # warms up
+        engine.generate(prompts[0].text, max_new_tokens=8, plain=plain)
+    started = perf_counter()
+    for index, prompt in enumerate(prompts):
+        pair = _answer_both(engine, prompt, max_new_tokens, plain_first=index % 2 == 0)
+        pairs.append(pair)
+        difference = first_difference(index, pair, near_tie)
+        if difference is not None:
+            differences.append(difference)
+        _progress(index + 1, len(prompts), perf_counter() - started, pair)
+    return pairs, differences
+
+
+def difference_lines(differences: Sequence[Difference]) -> list[str]:
+    """A line for every answer that differs from the plain one."""
+    return [
+        f"prompt {entry.prompt}: differs from plain at token {entry.token}, top-2 gap {entry.gap:.3g}, "
+        + ("near tie" if entry.allowed else "FAILURE")
+        for entry in differences
+    ]
 
 
 def use_shape(engine: Engine, shape: TreeShape) -> None:

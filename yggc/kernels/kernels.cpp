@@ -467,6 +467,11 @@ inline Vector exponential(Vector x) {  // x <= 0; exactly 0 below -87, and withi
   return x < -87.0f ? Vector{} : sum * reinterpret_cast<const Vector&>(exponent);
 }
 
+template <class Element>
+inline void prefetch(const Element* from, int64_t count) {
+  for (int64_t at = 0; at < count; at += 64 / static_cast<int64_t>(sizeof(Element))) __builtin_prefetch(from + at);
+}
+
 inline float element(const float* from, int64_t index) { return from[index]; }
 inline float element(const uint16_t* from, int64_t index) { return bfloat16_value(from[index]); }
 inline Vector elements(const float* from) { return load(from); }
@@ -534,9 +539,11 @@ inline void weigh_values(
   for (int64_t block = 0; block < blocks; ++block) {
     if (!seen[block]) continue;
     for (int64_t slot = block * LANES; slot < std::min(sizes.extent, (block + 1) * LANES); ++slot) {
+      const Element* from = values + slot * sizes.value_dim;
+      prefetch(from + LANES * sizes.value_dim, VECTORS * LANES);
       Vector part[VECTORS];
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) part[v] = elements(values + slot * sizes.value_dim + v * LANES);
+      for (int v = 0; v < VECTORS; ++v) part[v] = elements(from + v * LANES);
 #pragma GCC unroll 4
       for (int row = 0; row < VALUE_ROWS; ++row) {
         const Vector weight = broadcast(weights[row][slot]);
@@ -596,6 +603,7 @@ void attend(
     for (int lane = 0; lane < LANES; ++lane) any |= shown[lane];
     seen[block] = any != 0;
     if (!any) continue;
+    prefetch(key + (first + 2 * LANES) * dim, LANES * dim);
     turn_keys(key + first * dim, dim, count, turned);
     int64_t row = 0;
     for (; row + 4 <= rows; row += 4) score_rows<4>(scaled + row * dim, turned, dim, scores + row * stride + first, stride);
