@@ -146,9 +146,8 @@ class Build:
         chosen = json.loads((entry / "vocabulary.json").read_text())
         return None if chosen is None else tuple(chosen)
 
-    def _wanted(self, role: str, draft_width: int | None = None) -> WantedStep:
+    def _wanted(self, role: str, vocabulary: tuple[int, ...] | None, draft_width: int | None = None) -> WantedStep:
         checkpoint = self.verifier if role == "verify" else self.drafter
-        vocabulary = None if role == "verify" else self.vocabulary
         return wanted_step(
             self.cache, self.target, self.options, checkpoint, role, self.pair.vocab_size, self.max_context,
             vocabulary, draft_width,
@@ -159,11 +158,19 @@ class Build:
         return compile_kernels_once(self.cache, self.progress, self.target)
 
     @cached_property
-    def steps(self) -> tuple[CompiledStep, ...]:
-        """`verify` and `draft`."""
-        wanted = [self._wanted("verify"), self._wanted("draft")]
+    def compiled(self) -> tuple[CompiledStep, ...]:
+        """`verify` and `draft`, and where the drafter's output layer is cut the `draft` that is not."""
+        wanted = [self._wanted("verify", None), self._wanted("draft", self.vocabulary)]
+        if self.given is None and self.vocabulary is not None:
+            wanted.append(self._wanted("draft", None))
         _ = self.kernels
         return tuple(compile_steps(self.cache, self.progress, wanted))
+
+    @property
+    def steps(self) -> tuple[CompiledStep, CompiledStep]:
+        """`verify` and the `draft` that the decision, or the plan that was given, asks for."""
+        whole = self.given is None and self.decision.policy.draft_vocabulary is None
+        return self.compiled[0], self.compiled[-1 if whole else 1]
 
     def engine(self, compiled: Sequence[CompiledStep]) -> Engine:
         return load_engine(
@@ -174,7 +181,12 @@ class Build:
     @cached_property
     def step_engine(self) -> Engine:
         """Over `verify` and `draft` alone."""
-        return self.engine(self.steps)
+        return self.engine(self.compiled[:2])
+
+    @cached_property
+    def whole_head_engine(self) -> Engine | None:
+        """The same with the drafter's output layer uncut; None where it is not cut anyway."""
+        return self.engine((self.compiled[0], self.compiled[2])) if len(self.compiled) > 2 else None
 
     # ---- measure ----
 
@@ -183,7 +195,7 @@ class Build:
         entry = self._measured("profile", profile, latency)
 
         def measure(folder: Path) -> None:
-            measured = profile.measure_steps(self.step_engine)
+            measured = profile.measure_steps(self.step_engine, self.whole_head_engine)
             (folder / "profile.ygg").write_bytes(wire.encode(PROFILE_FORMAT, measured))
 
         if not self.cache.has(entry):
@@ -194,7 +206,7 @@ class Build:
     def _measured(self, stage: str, *sources: object, **more: object) -> Path:
         """The entry of a stage that depends on the compiled steps."""
         key: dict[str, object] = {
-            "steps": [step.package.parent.name for step in self.steps],
+            "steps": [step.package.parent.name for step in self.compiled],
             "kernels": self.kernels.parent.name,
             "source": steps.source_digests(*sources),  # type: ignore[arg-type]
             **more,
@@ -239,7 +251,7 @@ class Build:
         )
 
         def run(folder: Path) -> None:
-            decision = decide.search(self.step_engine, measured, traced, self.vocabulary)
+            decision = decide.search(self.step_engine, measured, traced, self.vocabulary, self.whole_head_engine)
             (folder / "decision.ygg").write_bytes(wire.encode(DECISION_FORMAT, decision))
 
         self._kept(entry, "search", 60, run)
@@ -251,7 +263,8 @@ class Build:
         shape = self.decision.policy.default_shape
         if shape.draft_depth < 2:
             return ()
-        wanted = self._wanted(f"draft.d{shape.draft_depth}", shape.draft_width)
+        vocabulary = self.decision.policy.draft_vocabulary
+        wanted = self._wanted(f"draft.d{shape.draft_depth}", vocabulary, shape.draft_width)
         return tuple(compile_steps(self.cache, self.progress, [wanted]))
 
     @cached_property
@@ -264,7 +277,7 @@ class Build:
         )  # fmt: skip
 
         def run(folder: Path) -> None:
-            engine = self.engine((*self.steps, *fused)) if fused else self.step_engine
+            engine = self.engine((*self.steps, *fused))
             engine.decoder.draft_width = decision.policy.draft_width
             made = decide.forecast(engine, decision, measured, self.trace)
             (folder / "forecast.ygg").write_bytes(wire.encode(FORECAST_FORMAT, made))
@@ -293,7 +306,8 @@ class Build:
         kept = [*self.steps]
         fused = [graph.depth for graph in plan.draft_graphs if graph.fused]
         if fused:
-            wanted = [self._wanted(f"draft.d{depth}", plan.policy.draft_width) for depth in fused]
+            policy = plan.policy
+            wanted = [self._wanted(f"draft.d{depth}", policy.draft_vocabulary, policy.draft_width) for depth in fused]
             kept += compile_steps(self.cache, self.progress, wanted) if self.given else self.fused_steps
         with self.progress.stage("emit", 5):
             num_bytes = emit_bundle(self.output, plan, self.target, self.verifier, pair.vocab_size, kept, self.kernels)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from yggc import calibrate, profile, search_tree
 from yggc.config import DRAFT_WIDTHS, draft_depths
 from yggc.profile import LatencyProfile, plain_width
-from yggc.search_tree import Candidate, policy_of, reason_for_plain
+from yggc.search_tree import Candidate, policy_of, reason_for_plain, score
 from yggc.simulate import GrownText, Prices, add_up, grow_text, replay
-from yggc.trace import CalibrationTrace, TracedText
+from yggc.trace import CalibrationTrace, TracedText, redrafted
 from yggrt.bundle import table_tensor
 from yggrt.engine import Engine
 from yggrt.latency import LatencyPoint, StepTimes
@@ -24,11 +24,18 @@ from yggrt.tree import TreeShape
 SCREENED_TEXTS = 10
 """Texts, spread over the categories, that every candidate tree is tried on."""
 
+HEAD_TEXTS = 24
+"""Texts that the drafter's whole output layer is tried on beside the cut one, with the best tree."""
+
 
 @dataclass(frozen=True, slots=True)
 class TriedTree:
-    """One line of the search: a tree, and what it does on the calibration's text."""
+    """One line of the search: a tree, and what it does on the calibration's text.
 
+    whole_head: whether the drafter's output layer was whole where the build could cut it.
+    """
+
+    whole_head: bool
     draft_width: int
     children_per_node: int
     depth: int
@@ -58,28 +65,80 @@ class Forecast:
 
 
 def search(
-    engine: Engine, measured: LatencyProfile, traced: CalibrationTrace, vocabulary: tuple[int, ...] | None
+    engine: Engine,
+    measured: LatencyProfile,
+    traced: CalibrationTrace,
+    vocabulary: tuple[int, ...] | None,
+    whole_head: Engine | None = None,
 ) -> Decision:
-    """Fit the acceptance table, then choose the trees."""
+    """Fit the acceptance table, then choose the trees, then the drafter's output layer.
+
+    vocabulary: what the engine's output layer is cut to; whole_head: the same pair with a drafter that is not cut.
+    """
     limits = engine.decoder.draft.limits
     table = calibrate.fit_table(traced.fit, limits.num_children, limits.num_knots)
-    times = StepTimes(measured.points)
-    prices = Prices(times, measured.host, plain_width(measured.points), tuple(times.verify_widths), None)
+    prices = _open_prices(measured, measured.points)
     sample = spread(traced.fit, SCREENED_TEXTS)
 
     def grow(candidate: Candidate, depth: int, everything: bool) -> Sequence[GrownText]:
-        tensor = table_tensor(table, candidate.children_per_node)
-        shape = TreeShape(candidate.draft_width, depth, 1)
-        return [grow_text(engine, text, shape, tensor) for text in (traced.fit if everything else sample)]
+        return _grown(engine, traced.fit if everything else sample, candidate, depth, table)
 
     found = search_tree.search_tree(candidates(engine), grow, prices)
-    return Decision(
+    decision = Decision(
         policy_of(found.chosen.candidate, found.chosen.depth, found.verify_widths, vocabulary),
         table,
         found.chosen.token_s,
         reason_for_plain(found) if found.chosen.depth == 0 else "",
         tuple(_tried(entry) for entry in found.ranking if entry.depth),
     )
+    drafting = [entry for entry in found.ranking if entry.depth]
+    if whole_head is None or not drafting:
+        return decision
+    return _price_whole_head(engine, whole_head, measured, traced, decision, drafting[0])
+
+
+def _price_whole_head(
+    engine: Engine,
+    whole_head: Engine,
+    measured: LatencyProfile,
+    traced: CalibrationTrace,
+    decision: Decision,
+    best: search_tree.Scored,
+) -> Decision:
+    """The decision, or the same tree drafted with the whole output layer where that is faster on the same texts."""
+    limits = engine.decoder.draft.limits
+    candidate, depth = best.candidate, best.depth
+    texts = spread(traced.fit, HEAD_TEXTS)
+    cut = score(
+        candidate,
+        depth,
+        _grown(engine, texts, candidate, depth, decision.table),
+        _open_prices(measured, measured.points),
+    )
+    prices = _open_prices(measured, measured.points_of_whole_head)
+    redrawn = [redrafted(whole_head, text) for text in texts]
+    table = calibrate.fit_table(redrawn, limits.num_children, limits.num_knots)
+    grown = _grown(whole_head, redrawn, candidate, depth, table)
+    whole = score(candidate, depth, grown, prices)
+    tried = (*decision.tried, _tried(whole, whole_head=True))
+    ranking = tuple(sorted(tried, key=lambda tree: -tree.speedup))
+    if whole.simulated.tpot_s >= cut.simulated.tpot_s or whole.speedup < search_tree.SMALLEST_GAIN:
+        return replace(decision, tried=ranking)
+    widths = search_tree.used_widths(whole, grown, prices)
+    return Decision(policy_of(candidate, depth, widths, None), table, whole.token_s, "", ranking)
+
+
+def _open_prices(measured: LatencyProfile, points: Sequence[LatencyPoint]) -> Prices:
+    """Prices with every measured verify width on the menu, and no lambda yet."""
+    times = StepTimes(points)
+    return Prices(times, measured.host, plain_width(points), tuple(times.verify_widths), None)
+
+
+def _grown(
+    engine: Engine, texts: Sequence[TracedText], candidate: Candidate, depth: int, table: AcceptanceTable
+) -> list[GrownText]:
+    tensor = table_tensor(table, candidate.children_per_node)
+    return [grow_text(engine, text, TreeShape(candidate.draft_width, depth, 1), tensor) for text in texts]
 
 
 def candidates(engine: Engine) -> dict[Candidate, tuple[int, ...]]:
@@ -101,8 +160,9 @@ def spread(texts: Sequence[TracedText], count: int) -> Sequence[TracedText]:
     return [texts[index * len(texts) // count] for index in range(count)]
 
 
-def _tried(entry: search_tree.Scored) -> TriedTree:
+def _tried(entry: search_tree.Scored, whole_head: bool = False) -> TriedTree:
     return TriedTree(
+        whole_head,
         entry.candidate.draft_width,
         entry.candidate.children_per_node,
         entry.depth,
@@ -115,8 +175,9 @@ def _tried(entry: search_tree.Scored) -> TriedTree:
 def forecast(engine: Engine, decision: Decision, measured: LatencyProfile, traced: CalibrationTrace) -> Forecast:
     """Time the fused drafts, and predict on held-out text what the runtime will do with its own choices."""
     policy, shape = decision.policy, decision.policy.default_shape
+    uncut = bool(measured.whole_head) and policy.draft_vocabulary is None
     graphs = profile.time_drafts(engine)
-    points = profile.with_fused(measured.points, graphs, policy.draft_width)
+    points = profile.with_fused(measured.points_of_whole_head if uncut else measured.points, graphs, policy.draft_width)
     rows = plain_width(points)
     prices = Prices(StepTimes(points), measured.host, rows, policy.verify_widths, decision.token_s)
     chooser = Pace(policy, prices.times, measured.host, rows, decision.token_s)

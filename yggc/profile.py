@@ -7,7 +7,7 @@ time is a median. A busy machine is waited for, and told of where it stays busy.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,6 +32,8 @@ LONG_REPEATS = 5  # from the second extent on: what grows with the extent is tol
 WARM_UPS = 2
 HOST_TOKENS = 24
 
+WHOLE_HEAD = "draft with its whole head"
+
 BUSY_SHARE = 0.15
 """Share of all cores that others may use while steps are timed."""
 IDLE_WAIT_S = 120.0
@@ -40,10 +42,27 @@ WATCH_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LatencyProfile:
-    """What a pair's steps take on this machine. points: see `yggrt.latency`; host: of an iteration."""
+    """What a pair's steps take on this machine.
+
+    points: see `yggrt.latency`. host: of an iteration.
+    whole_head: drafts by a drafter whose output layer is not cut, at the first extent; empty where none is cut.
+    """
 
     points: tuple[LatencyPoint, ...]
     host: HostSeconds
+    whole_head: tuple[LatencyPoint, ...]
+
+    @property
+    def points_of_whole_head(self) -> tuple[LatencyPoint, ...]:
+        """The points with drafts at what they take uncut: an output layer costs the same at every extent."""
+        cut = {(p.width, p.depth, p.extent): p.seconds for p in self.points}
+        extra = {(p.width, p.depth): p.seconds - cut[p.width, p.depth, p.extent] for p in self.whole_head}
+        return tuple(
+            replace(point, seconds=max(point.seconds + extra[point.width, point.depth], 1e-9))
+            if point.role == "draft"
+            else point
+            for point in self.points
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +73,15 @@ class Timing:
     spread_s: float
 
 
-def measure_steps(engine: Engine) -> LatencyProfile:
-    """Time `verify` by width, drafts by width and depth, and the host's share, at every extent the context holds."""
+def measure_steps(engine: Engine, whole_head: Engine | None = None) -> LatencyProfile:
+    """Time `verify` by width, drafts by width and depth, and the host's share, at every extent the context holds.
+
+    whole_head: an engine of the same pair whose drafter's output layer is not cut, where the other's is.
+    """
     decoder = engine.decoder
     limits = decoder.draft.limits
     points: list[LatencyPoint] = []
+    uncut: list[LatencyPoint] = []
     with engine.its_threads():
         for extent in _extents(engine.max_context):
             tokens = [0] * (extent - 1)
@@ -75,15 +98,19 @@ def measure_steps(engine: Engine) -> LatencyProfile:
             within = min(extent, engine.drafter_context)
             before_tree = tokens[: max(2, within - limits.max_nodes)]  # one length: no draft finds rows missing
             for shape in shapes if within == extent or not points else ():
-                key = ("draft", shape.draft_width, shape.draft_depth)
-                runs[key] = partial(decoder.draft_tree, before_tree, shape)
+                size = (shape.draft_width, shape.draft_depth)
+                runs["draft", *size] = partial(decoder.draft_tree, before_tree, shape)
+                if whole_head is not None and not points:
+                    runs[WHOLE_HEAD, *size] = partial(whole_head.decoder.draft_tree, before_tree, shape)
             decoder.reset()
             repeats = LONG_REPEATS if points else REPEATS
             cool = partial(_verify, decoder, tokens, widths[0])  # a step finds the caches as another model left them
             for (role, width, depth), timing in time_in_turns(runs, repeats, before=cool).items():
-                points.append(LatencyPoint(role, width, depth, extent, timing.seconds, timing.spread_s))
+                of_role = uncut if role == WHOLE_HEAD else points
+                name = "draft" if role == WHOLE_HEAD else role
+                of_role.append(LatencyPoint(name, width, depth, extent, timing.seconds, timing.spread_s))
     decoder.reset()
-    return LatencyProfile(tuple(points), _time_host(engine))
+    return LatencyProfile(tuple(points), _time_host(engine), tuple(uncut))
 
 
 def _extents(max_context: int) -> list[int]:

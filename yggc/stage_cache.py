@@ -39,11 +39,15 @@ class StageCache:
         self.root = root
         try:
             root.mkdir(parents=True, exist_ok=True)
-            remove_abandoned(root, _ENTRY)
+            self.remove_abandoned()
         except OSError as error:
             raise BuildError(
                 f"the cache folder {root} cannot be used ({error.strerror}); set YGG_CACHE to a folder you can write to"
             ) from None
+
+    def remove_abandoned(self) -> None:
+        """Remove what processes that no longer run were writing."""
+        remove_abandoned(self.root, _ENTRY)
 
     def entry(self, stage: str, key_parts: dict[str, object]) -> Path:
         """Where the result of a stage with these inputs is, or will be."""

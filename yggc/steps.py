@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from time import sleep
 from types import ModuleType
@@ -192,43 +194,51 @@ def compile_steps(cache: StageCache, progress: Progress, wanted: Sequence[Wanted
     for step in wanted:
         if step not in missing:
             progress.reused(f"compile {step.role}")
-    while missing:
+    if missing:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         together = 2 if usable_cores() > 1 and memory > PARALLEL_MEMORY_BYTES else 1
-        batch, missing = missing[:together], missing[together:]
-        names = " and ".join(step.role for step in batch)
-        key = f"compile {names} {batch[0].dtype} {Path(batch[0].source).name}"
-        with progress.stage(f"compile {names}", max(step.expected_s for step in batch), key):
-            _compile_together(cache, batch)
+        seconds = [step.expected_s for step in missing]
+        names = " and ".join(dict.fromkeys(step.role for step in missing))
+        key = f"compile {names} {missing[0].dtype} {Path(missing[0].source).name}"
+        with progress.stage(f"compile {names}", max(*seconds, sum(seconds) / together), key):
+            _compile_all(cache, missing, together)
     return [_read_step(step) for step in wanted]
 
 
-def _compile_together(cache: StageCache, batch: Sequence[WantedStep]) -> None:
-    """Compile the first step here and the others in processes of their own."""
+def _compile_all(cache: StageCache, steps: Sequence[WantedStep], together: int) -> None:
+    """Compile each step in a process of its own, so that what compilers leave in memory does not slow what follows."""
     context = multiprocessing.get_context("spawn")
-    helpers = []
+    waiting = list(steps)
+    running: dict[Connection, tuple[WantedStep, SpawnProcess]] = {}
     try:
-        for step in batch[1:]:
-            here, there = context.Pipe(duplex=False)
-            helper = context.Process(target=_compile_apart, args=(cache.root, step, there, os.getpid()), daemon=True)
-            helper.start()
-            there.close()
-            helpers.append((step, helper, here))
-        cache.fill(batch[0].entry, lambda folder: _compile(batch[0], folder))
-        for step, helper, here in helpers:
-            try:
-                error = here.recv()
-            except EOFError:  # it was killed
-                error = BuildError(f"compiling {step.role} ended without a result; is there enough memory?")
-            if error is not None:
-                raise error
-            helper.join()
+        while waiting or running:
+            while waiting and len(running) < together:
+                step = waiting.pop(0)
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_compile_apart, args=(cache.root, step, there, os.getpid()), daemon=True
+                )
+                process.start()
+                there.close()
+                running[here] = (step, process)
+            ready = multiprocessing.connection.wait(list(running))
+            for here in [connection for connection in running if connection in ready]:
+                step, process = running[here]
+                try:
+                    error = here.recv()
+                except EOFError:  # it was killed
+                    error = BuildError(f"compiling {step.role} ended without a result; is there enough memory?")
+                if error is not None:
+                    raise error
+                process.join()
+                del running[here]
+                here.close()
     finally:
-        for _, helper, here in helpers:
-            if helper.is_alive():
-                helper.terminate()
-                helper.join()
+        for here, (_, process) in running.items():
+            process.terminate()
+            process.join()
             here.close()
+        cache.remove_abandoned()
 
 
 def _compile_apart(root: Path, step: WantedStep, pipe: Connection, parent: int) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -145,9 +145,8 @@ def make_trace(
 
 def trace_text(engine: Engine, prompt: BenchPrompt, held_out: bool, answer_tokens: int) -> TracedText | None:
     """One text, or None where the context leaves no room for an answer."""
-    raw = engine.codec is not None and engine.codec.spec.chat_template is None
     try:
-        prompt_ids = engine.encode_prompt(prompt.text, raw)
+        prompt_ids = engine.encode_prompt(prompt.text, engine.takes_raw_text)
     except ValueError:  # empty, or longer than the context
         return None
     deepest = engine.decoder.draft.limits.max_moves  # no tree grown from this text may pass the drafter's context
@@ -168,7 +167,7 @@ def trace_text(engine: Engine, prompt: BenchPrompt, held_out: bool, answer_token
         hidden.append(rounds[-1].hidden.float().numpy().copy())
         tokens += rounds[-1].tokens
         finished = output.push(rounds[-1].tokens[0])
-    children, log_q = _children(engine, tokens, len(prompt_ids))
+    children, log_q = drafted_children(engine, tokens, len(prompt_ids))
     return TracedText(
         category=prompt.category,
         held_out=held_out,
@@ -182,7 +181,17 @@ def trace_text(engine: Engine, prompt: BenchPrompt, held_out: bool, answer_token
     )
 
 
-def _children(engine: Engine, tokens: list[int], num_prompt: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def redrafted(engine: Engine, text: TracedText) -> TracedText:
+    """The same text with the children that this engine's drafter proposes."""
+    engine.decoder.reset()
+    with engine.its_threads():
+        children, log_q = drafted_children(engine, [*text.prompt_ids, *text.answer_ids], len(text.prompt_ids))
+    return replace(text, children=children, child_log_q=log_q)
+
+
+def drafted_children(
+    engine: Engine, tokens: Sequence[int], num_prompt: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The drafter's best children at every position of the answer: one pass from each, valued by q itself."""
     decoder, limits = engine.decoder, engine.decoder.draft.limits
     table, decoder.table = decoder.table, table_tensor(

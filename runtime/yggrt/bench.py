@@ -119,12 +119,12 @@ def answer_both_ways(
     """
     assert engine.bundle is not None
     for prompt in prompts:
-        engine.encode_prompt(prompt.text)
+        engine.encode_prompt(prompt.text, engine.takes_raw_text)
     near_tie = NEAR_TIE[engine.bundle.manifest.dtype]
     pairs: list[Pair] = []
     differences: list[Difference] = []
     for plain in (False, True):  # warms up
-        engine.generate(prompts[0].text, max_new_tokens=8, plain=plain)
+        engine.generate(prompts[0].text, max_new_tokens=8, plain=plain, raw=engine.takes_raw_text)
     started = perf_counter()
     for index, prompt in enumerate(prompts):
         pair = _answer_both(engine, prompt, max_new_tokens, plain_first=index % 2 == 0)
@@ -247,7 +247,9 @@ def group_of(category: str) -> str:
 def _answer_both(engine: Engine, prompt: BenchPrompt, max_new_tokens: int, plain_first: bool) -> Pair:
     results: dict[bool, GenerationResult] = {}
     for plain in (True, False) if plain_first else (False, True):
-        results[plain] = engine.generate(prompt.text, max_new_tokens=max_new_tokens, plain=plain)
+        results[plain] = engine.generate(
+            prompt.text, max_new_tokens=max_new_tokens, plain=plain, raw=engine.takes_raw_text
+        )
     return Pair(group_of(prompt.category), results[True], results[False])
 
 

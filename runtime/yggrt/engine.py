@@ -154,6 +154,7 @@ class _Recorder:
         self.drafted = self.accepted = self.plain_iterations = self.fallbacks = 0
         self.expected = 0.0
         self.ttft_s: float | None = None
+        self.compiled_before_s = 0.0  # inside compiled steps until the first token
         self.decode_s = 0.0
         self.gaps: list[float] = []
         self.notices: list[str] = []
@@ -168,7 +169,7 @@ class _Recorder:
         tpot = self.decode_s / (new_tokens - 1) if new_tokens > 1 else None
         if self.fallbacks and self.plain_iterations:
             self.notice("a part was decoded plainly, since drafts did not pay on this text")
-        compiled = sum(stages[stage] for stage in COMPILED_STAGES if stage != "prefill")
+        compiled = sum(stages[stage] for stage in COMPILED_STAGES) - self.compiled_before_s
         return GenerationStats(
             mode=self.mode,
             prompt_tokens=self.prompt_tokens,
@@ -231,6 +232,11 @@ class Engine:
     def max_context(self) -> int:
         """Tokens a request may reach, prompt included."""
         return self.decoder.max_context
+
+    @property
+    def takes_raw_text(self) -> bool:
+        """Whether there is no chat template, so that texts are prompts as they stand."""
+        return self.codec is not None and self.codec.spec.chat_template is None
 
     @contextmanager
     def its_threads(self) -> Iterator[None]:
@@ -385,6 +391,7 @@ class Engine:
         if not finished and self._choose_shape(len(tokens), budget - 1, plain, recorder).draft_depth:
             decoder.prefill_drafter(tokens)
         recorder.ttft_s = perf_counter() - started
+        recorder.compiled_before_s = sum(decoder.clock.seconds[stage] for stage in COMPILED_STAGES)
         yield finished
         while not finished:
             started = perf_counter()
