@@ -45,7 +45,7 @@ class LatencyProfile:
     """What a pair's steps take on this machine.
 
     points: see `yggrt.latency`. host: of an iteration.
-    whole_head: drafts by a drafter whose output layer is not cut, at the first extent; empty where none is cut.
+    whole_head: draft passes of a drafter whose output layer is not cut, at the first extent; empty where none is cut.
     """
 
     points: tuple[LatencyPoint, ...]
@@ -54,11 +54,11 @@ class LatencyProfile:
 
     @property
     def points_of_whole_head(self) -> tuple[LatencyPoint, ...]:
-        """The points with drafts at what they take uncut: an output layer costs the same at every extent."""
+        """The points with drafts at what they take uncut: an output layer costs the same in every pass and extent."""
         cut = {(p.width, p.depth, p.extent): p.seconds for p in self.points}
-        extra = {(p.width, p.depth): p.seconds - cut[p.width, p.depth, p.extent] for p in self.whole_head}
+        extra = {p.width: p.seconds - cut[p.width, p.depth, p.extent] for p in self.whole_head}
         return tuple(
-            replace(point, seconds=max(point.seconds + extra[point.width, point.depth], 1e-9))
+            replace(point, seconds=max(point.seconds + point.depth * extra[point.width], 1e-9))
             if point.role == "draft"
             else point
             for point in self.points
@@ -100,7 +100,7 @@ def measure_steps(engine: Engine, whole_head: Engine | None = None) -> LatencyPr
             for shape in shapes if within == extent or not points else ():
                 size = (shape.draft_width, shape.draft_depth)
                 runs["draft", *size] = partial(decoder.draft_tree, before_tree, shape)
-                if whole_head is not None and not points:
+                if whole_head is not None and not points and shape.draft_depth == 1:
                     runs[WHOLE_HEAD, *size] = partial(whole_head.decoder.draft_tree, before_tree, shape)
             decoder.reset()
             repeats = LONG_REPEATS if points else REPEATS

@@ -60,9 +60,9 @@ def _agreement(texts: Sequence[TracedText]) -> tuple[int, int, int]:
 
 
 def format_tried(tried: Sequence[TriedTree]) -> str:
-    """The fastest trees of a search."""
+    """The fastest trees of a search, and the one that was tried with the drafter's whole output layer."""
     lines = []
-    for tree in tried[:TREES_SHOWN]:
+    for tree in [*tried[:TREES_SHOWN], *(tree for tree in tried[TREES_SHOWN:] if tree.whole_head)]:
         head = ", whole head" if tree.whole_head else ""
         lines.append(
             f"tried: width {tree.draft_width}, depth {tree.depth}, {tree.children_per_node} children a node{head}: "

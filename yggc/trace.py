@@ -29,7 +29,7 @@ from yggrt.text import OutputStream
 from yggrt.tree import TreeShape
 
 TRACE_VERSION = 1
-ANSWER_TOKENS = 64
+ANSWER_TOKENS = 48
 HELD_OUT_EVERY = 5
 """Of prompts that do not say so themselves, every fifth is held out."""
 
