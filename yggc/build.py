@@ -66,6 +66,8 @@ class Build:
         self.cache = StageCache(cache_folder())
         self.target: Target = detect_target(self.options.target)
         self.notices: list[str] = []
+        if self.options.prompts is not None:
+            _ = self.prompts  # what is wrong with them is said before minutes are spent
 
     # ---- the pair ----
 

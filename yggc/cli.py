@@ -32,9 +32,9 @@ def make_parser() -> argparse.ArgumentParser:
     build.set_defaults(handler=_build)
 
     for name, help_text, handler in (
-        ("profile", "a build up to its measured step times, and these", _profile),
-        ("calibrate", "a build up to its calibration trace, and how well the drafter knows the text", _calibrate),
-        ("search", "a build up to its plan, and the trees that were tried", _search),
+        ("profile", "how long the steps of a pair take here", _profile),
+        ("calibrate", "how well a drafter knows what its verifier says", _calibrate),
+        ("search", "which trees are fastest for a pair: a build up to its plan", _search),
     ):
         stage = commands.add_parser(name, help=help_text)
         _add_build(stage)
@@ -185,6 +185,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     from yggc.report import format_trace
     from yggc.trace import write_trace
 
+    _check_place(options.output)
     trace = _made_build(options).trace
     if options.output is not None:
         write_trace(options.output, trace)
@@ -196,12 +197,19 @@ def _search(options: argparse.Namespace) -> int:
     from yggc.report import format_decision, format_prediction
     from yggrt.plan import write_plan
 
+    _check_place(options.output)
     build = _made_build(options)
     plan = build.plan()
     if options.output is not None:
         write_plan(options.output, plan)
     print("\n".join((format_decision(build.decision), format_prediction(plan))))
     return 0
+
+
+def _check_place(path: Path | None) -> None:
+    """Raises ValueError where a file cannot be written, before minutes are spent on what it is for."""
+    if path is not None and not os.access(path.resolve().parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: {path.resolve().parent} is no folder that can be written to")
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -83,12 +83,15 @@ def test_the_default_name_is_the_pair(toy_bundle, kept, tmp_path, monkeypatch):
         (["--target", "tpu"], "target 'tpu'"),
         (["-o", "/nonexistent/place"], "does not exist"),
         (["--drafter", "/nonexistent/model"], "/nonexistent/model"),
+        (["--prompts", "/nonexistent/prompts.jsonl"], "prompts.jsonl cannot be read"),
     ],
 )
 def test_bad_options_get_one_line(toy_bundle, kept, tmp_path, capsys, more, message):
     assert build_again(toy_bundle, tmp_path / "b", *more) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("yggc:")]
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("yggc:")]
     assert len(lines) == 1 and message in lines[0]
+    assert "compile" not in error.replace(lines[0], "")  # before anything takes long
     assert list(tmp_path.iterdir()) == []
 
 
