@@ -19,7 +19,7 @@ SMALLEST_GAIN = 1.005
 """Speculation must be this much faster than plain decoding, over all the text, to be chosen. Little, because falling
 back bounds what it can lose on the texts where it does not pay."""
 
-TIE = 0.003
+TIE = 0.01
 """Candidates closer than this to the best are as good; the one with the least drafting is taken."""
 
 FINALIST = 0.04
@@ -99,7 +99,12 @@ def choose(scored: Iterable[Scored]) -> Scored:
     if best.speedup < SMALLEST_GAIN:
         return plain
     near = [entry for entry in entries if entry.depth and entry.simulated.tpot_s <= best.simulated.tpot_s * (1 + TIE)]
-    return min(near, key=lambda entry: (entry.candidate.draft_width * entry.depth, entry.depth, entry.simulated.tpot_s))
+    return min(near, key=_drafting)
+
+
+def _drafting(entry: Scored) -> tuple[int, int, float]:
+    """Sorts by how much is drafted."""
+    return (entry.candidate.draft_width * entry.depth, entry.depth, entry.simulated.tpot_s)
 
 
 Grow = Callable[[Candidate, int, bool], Sequence[GrownText]]
@@ -131,8 +136,11 @@ def search_tree(depths_of: Mapping[Candidate, Sequence[int]], grow: Grow, prices
         screened += found
     bound = min(entry.simulated.tpot_s for entry in screened) * (1 + FINALIST)
     near_best = [entry for entry in screened if entry.depth and entry.simulated.tpot_s <= bound]
-    near_best.sort(key=lambda entry: (entry.simulated.tpot_s, entry.candidate.draft_width))
-    finalists = list(dict.fromkeys(entry.candidate for entry in near_best))[:MOST_FINALISTS]
+    near_best.sort(key=lambda entry: entry.simulated.tpot_s)
+    tied = [entry for entry in near_best if entry.simulated.tpot_s <= near_best[0].simulated.tpot_s * (1 + 2 * TIE)]
+    tied.sort(key=_drafting)
+    ordered = [*near_best[:1], *tied, *near_best]  # the best, then what is as good with less drafting
+    finalists = list(dict.fromkeys(entry.candidate for entry in ordered))[:MOST_FINALISTS]
     finals: list[Scored] = []
     menus: dict[Candidate, Sequence[GrownText]] = {}
     for candidate in finalists:
