@@ -33,9 +33,11 @@ class TriedTree:
     """One line of the search: a tree, and what it does on the calibration's text.
 
     whole_head: whether the drafter's output layer was whole where the build could cut it.
+    num_texts:  how many texts it was simulated on; others are not comparable to the last percent.
     """
 
     whole_head: bool
+    num_texts: int
     draft_width: int
     children_per_node: int
     depth: int
@@ -46,7 +48,7 @@ class TriedTree:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the search found. reason: why there is no speculation, empty where there is; tried: the fastest first."""
+    """What the search found. reason: why there is no speculation, empty where there is; tried: the best first."""
 
     policy: TreePolicy
     table: AcceptanceTable
@@ -120,12 +122,11 @@ def _price_whole_head(
     table = calibrate.fit_table(redrawn, limits.num_children, limits.num_knots)
     grown = _grown(whole_head, redrawn, candidate, depth, table)
     whole = score(candidate, depth, grown, prices)
-    tried = (*decision.tried, _tried(whole, whole_head=True))
-    ranking = tuple(sorted(tried, key=lambda tree: -tree.speedup))
+    ranking = (*decision.tried, _tried(whole, whole_head=True))
     if whole.simulated.tpot_s >= cut.simulated.tpot_s or whole.speedup < search_tree.SMALLEST_GAIN:
         return replace(decision, tried=ranking)
     widths = search_tree.used_widths(whole, grown, prices)
-    return Decision(policy_of(candidate, depth, widths, None), table, whole.token_s, "", ranking)
+    return Decision(policy_of(candidate, depth, widths, None), table, whole.token_s, "", ranking[-1:] + ranking[:-1])
 
 
 def _open_prices(measured: LatencyProfile, points: Sequence[LatencyPoint]) -> Prices:
@@ -163,6 +164,7 @@ def spread(texts: Sequence[TracedText], count: int) -> Sequence[TracedText]:
 def _tried(entry: search_tree.Scored, whole_head: bool = False) -> TriedTree:
     return TriedTree(
         whole_head,
+        entry.num_texts,
         entry.candidate.draft_width,
         entry.candidate.children_per_node,
         entry.depth,

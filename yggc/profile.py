@@ -1,7 +1,8 @@
 """Seconds per step, measured on the very artifacts that will run.
 
-Everything is timed in turns, so that a busy moment meets all steps alike; the first calls warm up and are left out; a
-time is a median. A busy machine is waited for, and told of where it stays busy.
+Everything is timed in turns, at all extents, so that a moment in which others use the machine meets all steps alike and
+is outvoted; the first calls warm up and are left out; a time is a median. A busy machine is waited for, and told of
+where it stays busy.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Key = TypeVar("Key", bound=Hashable)
 VERIFY_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 TIMED_DEPTHS = (1, 2, 4, 8)
 EXTENTS = (128, 512, 2048)
-REPEATS = 15
-LONG_REPEATS = 5  # from the second extent on: what grows with the extent is told well enough
+REPEATS = 11
+HOST_REPEATS = 5
 WARM_UPS = 2
 HOST_TOKENS = 24
 
@@ -80,36 +81,36 @@ def measure_steps(engine: Engine, whole_head: Engine | None = None) -> LatencyPr
     """
     decoder = engine.decoder
     limits = decoder.draft.limits
+    widths = [width for width in VERIFY_WIDTHS if width < limits.max_nodes] or [1]
+    shapes = [
+        TreeShape(width, depth, 1)
+        for width in DRAFT_WIDTHS
+        for depth in TIMED_DEPTHS
+        if 1 + width * depth <= limits.max_nodes and depth <= limits.max_moves
+    ]
+    extents = _extents(engine.max_context)
+    runs: dict[tuple[str, int, int, int], Callable[[], object]] = {}
+    for extent in extents:
+        tokens = [0] * (extent - 1)
+        for width in widths:
+            runs["verify", width, 0, extent] = partial(_verify, decoder, tokens, width)
+        within = min(extent, engine.drafter_context)
+        before_tree = tokens[: max(2, within - limits.max_nodes)]
+        for shape in shapes if within == extent or extent == extents[0] else ():
+            size = (shape.draft_width, shape.draft_depth, extent)
+            runs["draft", *size] = partial(_draft, decoder, before_tree, shape)
+            if whole_head is not None and extent == extents[0] and shape.draft_depth == 1:
+                runs[WHOLE_HEAD, *size] = partial(_draft, whole_head.decoder, before_tree, shape)
+    cool = partial(_verify, decoder, [0] * (extents[0] - 1), widths[0])  # caches are as another model leaves them
+    with engine.its_threads():
+        timings = time_in_turns(runs, before=cool)
+    decoder.reset()
     points: list[LatencyPoint] = []
     uncut: list[LatencyPoint] = []
-    with engine.its_threads():
-        for extent in _extents(engine.max_context):
-            tokens = [0] * (extent - 1)
-            widths = [width for width in VERIFY_WIDTHS if width < limits.max_nodes] or [1]
-            shapes = [
-                TreeShape(width, depth, 1)
-                for width in DRAFT_WIDTHS
-                for depth in TIMED_DEPTHS
-                if 1 + width * depth <= limits.max_nodes and depth <= limits.max_moves
-            ]
-            runs: dict[tuple[str, int, int], Callable[[], object]] = {
-                ("verify", width, 0): partial(_verify, decoder, tokens, width) for width in widths
-            }
-            within = min(extent, engine.drafter_context)
-            before_tree = tokens[: max(2, within - limits.max_nodes)]  # one length: no draft finds rows missing
-            for shape in shapes if within == extent or not points else ():
-                size = (shape.draft_width, shape.draft_depth)
-                runs["draft", *size] = partial(decoder.draft_tree, before_tree, shape)
-                if whole_head is not None and not points and shape.draft_depth == 1:
-                    runs[WHOLE_HEAD, *size] = partial(whole_head.decoder.draft_tree, before_tree, shape)
-            decoder.reset()
-            repeats = LONG_REPEATS if points else REPEATS
-            cool = partial(_verify, decoder, tokens, widths[0])  # a step finds the caches as another model left them
-            for (role, width, depth), timing in time_in_turns(runs, repeats, before=cool).items():
-                of_role = uncut if role == WHOLE_HEAD else points
-                name = "draft" if role == WHOLE_HEAD else role
-                of_role.append(LatencyPoint(name, width, depth, extent, timing.seconds, timing.spread_s))
-    decoder.reset()
+    for (role, width, depth, extent), timing in timings.items():
+        name = "draft" if role == WHOLE_HEAD else role
+        point = LatencyPoint(name, width, depth, extent, timing.seconds, timing.spread_s)
+        (uncut if role == WHOLE_HEAD else points).append(point)
     return LatencyProfile(tuple(points), _time_host(engine), tuple(uncut))
 
 
@@ -126,6 +127,12 @@ def _verify(decoder: Decoder, tokens: list[int], width: int) -> None:
         decoder.plain_width = chosen
 
 
+def _draft(decoder: Decoder, tokens: list[int], shape: TreeShape) -> None:
+    """The rows before the tree are taken to be there: what they hold costs nothing."""
+    decoder.drafter_cache.num_committed = len(tokens)
+    decoder.draft_tree(tokens, shape)
+
+
 def _time_host(engine: Engine) -> HostSeconds:
     """Seconds an iteration spends outside compiled steps, from short answers given both ways in turns."""
     shape, pace = engine.shape, engine.pace
@@ -134,7 +141,7 @@ def _time_host(engine: Engine) -> HostSeconds:
     samples: dict[bool, list[float]] = {True: [], False: []}
     engine.shape, engine.pace = TreeShape(min(4, shape.draft_width), 1, 2), None
     try:
-        for repeat in range(LONG_REPEATS + WARM_UPS):
+        for repeat in range(HOST_REPEATS + WARM_UPS):
             for plain in samples:
                 result = engine.generate(prompt, max_new_tokens=count, ignore_eos=True, plain=plain)
                 if repeat >= WARM_UPS:

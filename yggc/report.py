@@ -66,7 +66,8 @@ def format_tried(tried: Sequence[TriedTree]) -> str:
         head = ", whole head" if tree.whole_head else ""
         lines.append(
             f"tried: width {tree.draft_width}, depth {tree.depth}, {tree.children_per_node} children a node{head}: "
-            f"{tree.speedup:.3f}x plain, {tree.tokens_per_iteration:.2f} tokens per iteration"
+            f"{tree.speedup:.3f}x plain, {tree.tokens_per_iteration:.2f} tokens per iteration, "
+            f"on {tree.num_texts} texts"
         )
     return "\n".join(lines)
 

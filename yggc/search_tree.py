@@ -29,6 +29,7 @@ SHALLOW = 4
 """Deeper trees are grown only where the deepest of these was the best."""
 
 MOST_FINALISTS = 2
+"""Of different draft widths: at small depths the children per node make no difference."""
 
 ROUNDS = 6
 SETTLED = 1e-4
@@ -44,12 +45,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A candidate at one depth, 0 being plain decoding. token_s: seconds a token takes, and is worth."""
+    """A candidate at one depth, 0 being plain decoding.
+
+    token_s: seconds a token takes, and is worth. num_texts: how many it was simulated on.
+    """
 
     candidate: Candidate
     depth: int
     token_s: float
     simulated: Simulated
+    num_texts: int
 
     @property
     def speedup(self) -> float:
@@ -65,7 +70,7 @@ def score(candidate: Candidate, depth: int, texts: Sequence[GrownText], prices: 
         pace = pace_of(candidate, depth, priced) if depth else None
         simulated = add_up([replay(text, depth, priced, pace) for text in texts])
         if best is None or simulated.tpot_s < best.simulated.tpot_s:
-            best = Scored(candidate, depth, token_s, simulated)
+            best = Scored(candidate, depth, token_s, simulated, len(texts))
         if depth == 0 or abs(simulated.tpot_s - token_s) < SETTLED * token_s:
             break
         token_s = simulated.tpot_s
@@ -113,7 +118,10 @@ Grow = Callable[[Candidate, int, bool], Sequence[GrownText]]
 
 @dataclass(frozen=True, slots=True)
 class TreeSearch:
-    """What was tried and chosen. ranking: every candidate and depth, the fastest first; screened on fewer texts."""
+    """What was tried and chosen.
+
+    ranking: every candidate and depth, the fastest first; those simulated on all texts ahead of those only screened.
+    """
 
     chosen: Scored
     ranking: tuple[Scored, ...]
@@ -140,7 +148,10 @@ def search_tree(depths_of: Mapping[Candidate, Sequence[int]], grow: Grow, prices
     tied = [entry for entry in near_best if entry.simulated.tpot_s <= near_best[0].simulated.tpot_s * (1 + 2 * TIE)]
     tied.sort(key=_drafting)
     ordered = [*near_best[:1], *tied, *near_best]  # the best, then what is as good with less drafting
-    finalists = list(dict.fromkeys(entry.candidate for entry in ordered))[:MOST_FINALISTS]
+    by_width: dict[int, Candidate] = {}
+    for entry in ordered:
+        by_width.setdefault(entry.candidate.draft_width, entry.candidate)
+    finalists = list(by_width.values())[:MOST_FINALISTS]
     finals: list[Scored] = []
     menus: dict[Candidate, Sequence[GrownText]] = {}
     for candidate in finalists:
@@ -149,7 +160,9 @@ def search_tree(depths_of: Mapping[Candidate, Sequence[int]], grow: Grow, prices
         finals += [score(candidate, depth, texts, prices) for depth in sorted({0, *near})]
     chosen = choose(finals or screened)
     others = [entry for entry in screened if entry.candidate not in menus]
-    ranking = tuple(sorted(finals + others, key=lambda entry: entry.simulated.tpot_s))
+    ranking = tuple(
+        entry for group in (finals, others) for entry in sorted(group, key=lambda entry: entry.simulated.tpot_s)
+    )
     widths = (1,) if chosen.depth == 0 else used_widths(chosen, menus[chosen.candidate], prices)
     return TreeSearch(chosen, ranking, widths)
 

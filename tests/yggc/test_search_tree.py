@@ -142,7 +142,7 @@ def test_an_unrelated_drafter_gives_plain_decoding_and_says_why():
 
 
 def scored(width: int, depth: int, tpot_s: float) -> Scored:
-    return Scored(Candidate(width, 8), depth, 1.0, Simulated(100, 50, 100 * tpot_s, 1000.0))
+    return Scored(Candidate(width, 8), depth, 1.0, Simulated(100, 50, 100 * tpot_s, 1000.0), 1)
 
 
 def test_of_trees_that_are_as_good_the_one_that_drafts_least_is_chosen():
