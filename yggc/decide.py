@@ -143,10 +143,14 @@ def _grown(
 
 
 def candidates(engine: Engine) -> dict[Candidate, tuple[int, ...]]:
-    """Depths to try by candidate: all widths with the children that were compiled, and the plain chain."""
+    """Depths to try by candidate: all widths with the children that were compiled, and the plain chain.
+
+    Of one node a chain is the same as a tree of width 1, and other numbers of children only bound the siblings.
+    """
     limits = engine.decoder.draft.limits
     most = limits.num_children
-    found = {Candidate(1, 1): draft_depths(1, limits.max_nodes)}
+    chain = tuple(depth for depth in draft_depths(1, limits.max_nodes) if depth > 1)
+    found = {Candidate(1, 1): chain} if chain else {}
     for width in DRAFT_WIDTHS:
         depths = draft_depths(width, limits.max_nodes)
         if width <= most and depths:
