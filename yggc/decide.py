@@ -145,7 +145,7 @@ def _grown(
 def candidates(engine: Engine) -> dict[Candidate, tuple[int, ...]]:
     """Depths to try by candidate: all widths with the children that were compiled, and the plain chain.
 
-    Of one node a chain is the same as a tree of width 1, and other numbers of children only bound the siblings.
+    At depth 1 the chain is the tree of width 1; other numbers of children would only bound the siblings.
     """
     limits = engine.decoder.draft.limits
     most = limits.num_children
