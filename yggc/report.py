@@ -13,6 +13,7 @@ from yggrt.bench import BenchPrompt, answer_both_ways, beside_prediction, differ
 from yggrt.bundle import load
 from yggrt.engine import Engine
 from yggrt.plan import Plan
+from yggrt.show import describe_prediction
 
 TREES_SHOWN = 5
 """Of those the search tried, the fastest."""
@@ -84,13 +85,7 @@ def format_decision(decision: Decision) -> str:
 
 def format_prediction(plan: Plan) -> str:
     """The plan's prediction in a line; empty where it has none."""
-    made = plan.prediction
-    if made is None:
-        return ""
-    return (
-        f"predicted: {made.tpot_s * 1e3:.2f} ms a token, {made.plain_tpot_s * 1e3:.2f} plainly ({made.speedup:.2f}x), "
-        f"{made.tokens_per_iteration:.2f} tokens per iteration"
-    )
+    return "" if plan.prediction is None else f"predicted: {describe_prediction(plan)}"
 
 
 def report_bundle(path: Path, prompts: Path | None) -> int:

@@ -25,7 +25,7 @@ def describe(bundle: Bundle) -> str:
             for graph in plan.draft_graphs
         ),
         f"calibration {_calibration(plan)}",
-        f"prediction  {_prediction(plan)}",
+        f"prediction  {describe_prediction(plan)}",
         f"made by     yggc {plan.provenance.yggc_version}, {plan.provenance.created}",
         "measured steps:" if plan.curves else "measured steps: none",
     ]
@@ -60,7 +60,8 @@ def _calibration(plan: Plan) -> str:
     return f"{record.name}: {record.num_prompts} prompts, {record.num_tokens} tokens (sha256 {record.sha256[:12]})"
 
 
-def _prediction(plan: Plan) -> str:
+def describe_prediction(plan: Plan) -> str:
+    """The plan's prediction in one line."""
     made = plan.prediction
     if made is None:
         return "none"
