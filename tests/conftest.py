@@ -35,12 +35,20 @@ class ToyBundle:
 
 
 @pytest.fixture(scope="session")
-def toy_bundle(tmp_path_factory, pytestconfig) -> ToyBundle:
+def kept_stages(pytestconfig) -> Path:
+    """Where finished stages are kept between runs of the tests, so that a rerun compiles only what changed.
+
+    Its name has a space, as folders have.
+    """
+    return Path(pytestconfig.cache.mkdir("kept stages"))
+
+
+@pytest.fixture(scope="session")
+def toy_bundle(tmp_path_factory, kept_stages) -> ToyBundle:
     """`yggc build` of a tiny fp32 pair, the drafter a noised copy of the verifier; compiled once for all tests.
 
-    What the search chooses depends on the machine, so a first build searches, and the bundle the tests use is built
-    from its plan with the trees of `FIXED_SHAPE`. Stages are kept in pytest's own cache, so that a rerun compiles only
-    what changed.
+    What the search chooses depends on the machine, so a first build searches, and the bundle that tests use is built
+    from its plan with the trees of `FIXED_SHAPE`.
     """
     from tests.yggc.checkpoint_makers import make_tokenizer, write_checkpoint
     from yggc import build
@@ -51,15 +59,16 @@ def toy_bundle(tmp_path_factory, pytestconfig) -> ToyBundle:
     verifier = toy.make_llama(0, vocab_size=tokenizer.get_vocab_size() + 4)  # logits padded beyond the tokenizer
     write_checkpoint(folder / "verifier", verifier, tokenizer)
     write_checkpoint(folder / "drafter", toy.make_drafter("sometimes", verifier), tokenizer)
-    cache = Path(pytestconfig.cache.mkdir("stages"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("YGG_CACHE", str(cache))
+        patch.setenv("YGG_CACHE", str(kept_stages))
         patch.setattr(build, "wait_until_idle", lambda _say: None)
         arguments = ["build", "--drafter", str(folder / "drafter"), "--verifier", str(folder / "verifier")]
         assert main([*arguments, "-o", str(folder / "searched.bundle"), "--dtype", "float32", "--threads", "1"]) == 0
         write_plan(folder / "fixed.ygg", with_fixed_shape(read_plan(folder / "searched.bundle" / "plan.ygg")))
         assert main([*arguments, "-o", str(folder / "toy.bundle"), "--plan", str(folder / "fixed.ygg")]) == 0
-    return ToyBundle(folder / "toy.bundle", folder / "searched.bundle", folder / "drafter", folder / "verifier", cache)
+    return ToyBundle(
+        folder / "toy.bundle", folder / "searched.bundle", folder / "drafter", folder / "verifier", kept_stages
+    )
 
 
 def with_fixed_shape(plan: Plan) -> Plan:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 ALLOWED = {"torch", "numpy", "msgpack", "safetensors", "tokenizers", "jinja2", "yggrt"}
 FORBIDDEN_MODULES = ("transformers", "networkx", "onnx", "torch._inductor", "torch._dynamo", "yggc", "gguf")
@@ -30,6 +32,7 @@ def test_the_runtime_imports_only_what_it_declares():
         assert not foreign, f"{path.name} imports {foreign}"
 
 
+@pytest.mark.field(19)
 def test_running_a_bundle_loads_no_compiler_and_starts_no_process(toy_bundle, tmp_path):
     """In an empty environment, with exec forbidden by an audit hook."""
     program = f"""
@@ -38,6 +41,8 @@ def refuse(event, _arguments):
     if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork"):
         raise SystemExit(f"started a process: {{event}}")
 sys.addaudithook(refuse)
+import pytest
+
 from yggrt.cli import main
 code = main(["run", {str(toy_bundle.path)!r}, "the world tree", "--max-new-tokens", "8"])
 loaded = [name for name in {FORBIDDEN_MODULES!r} if name in sys.modules]

@@ -26,6 +26,7 @@ from yggc.sources import remember_source
 from yggc.stage_cache import StageCache, cache_folder
 from yggc.steps import CompiledStep, WantedStep, compile_kernels_once, compile_steps, load_engine, wanted_step
 from yggc.trace import CalibrationTrace, PromptSet, make_trace, read_prompt_set, read_trace, shipped_prompts
+from yggc.versions import check_versions
 from yggrt import latency, pace, wire
 from yggrt.engine import Engine
 from yggrt.errors import BuildError, PairError
@@ -60,6 +61,7 @@ class Build:
     """One build; its stages run when they are asked for."""
 
     def __init__(self, options: BuildOptions, progress: Progress) -> None:
+        check_versions()
         self.given = None if options.plan is None else read_plan(options.plan)
         self.options = options if self.given is None else _options_of(self.given, options)
         self.progress = progress
@@ -165,8 +167,7 @@ class Build:
         wanted = [self._wanted("verify", None), self._wanted("draft", self.vocabulary)]
         if self.given is None and self.vocabulary is not None:
             wanted.append(self._wanted("draft", None))
-        _ = self.kernels
-        return tuple(compile_steps(self.cache, self.progress, wanted))
+        return tuple(compile_steps(self.cache, self.progress, wanted, self.kernels))
 
     @property
     def steps(self) -> tuple[CompiledStep, CompiledStep]:
@@ -267,7 +268,7 @@ class Build:
             return ()
         vocabulary = self.decision.policy.draft_vocabulary
         wanted = self._wanted(f"draft.d{shape.draft_depth}", vocabulary, shape.draft_width)
-        return tuple(compile_steps(self.cache, self.progress, [wanted]))
+        return tuple(compile_steps(self.cache, self.progress, [wanted], self.kernels))
 
     @cached_property
     def forecast(self) -> Forecast:
@@ -310,7 +311,7 @@ class Build:
         if fused:
             policy = plan.policy
             wanted = [self._wanted(f"draft.d{depth}", policy.draft_vocabulary, policy.draft_width) for depth in fused]
-            kept += compile_steps(self.cache, self.progress, wanted) if self.given else self.fused_steps
+            kept += compile_steps(self.cache, self.progress, wanted, self.kernels) if self.given else self.fused_steps
         with self.progress.stage("emit", 5):
             num_bytes = emit_bundle(self.output, plan, self.target, self.verifier, pair.vocab_size, kept, self.kernels)
         tried = () if self.given is not None else self.decision.tried

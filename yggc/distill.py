@@ -7,6 +7,7 @@ saved at least every minute; a run begun again goes on there, and on the CPU giv
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import shutil
@@ -24,6 +25,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
 from yggc.distill_data import ANSWER_LIMIT, ROLE_ANSWER, Block, Decoder, PromptSource, PromptTable
 from yggc.distill_training import WARMUP_STEPS, Trainer, drafter_config, make_drafter, mlp_size
+from yggc.room import available_memory
+from yggc.versions import check_versions
 
 GENERATE_SHARE = 0.45  # of the hours; the rest trains
 TRAIN_SHARE = 0.93  # of the time then left; the rest saves and measures
@@ -32,11 +35,11 @@ DRAFT_PASS_COST = 0.07  # the most a draft pass may take, of a verifier's step
 DRAFT_ROWS = 8  # tokens in a draft pass while its cost is measured
 SHAPES = ((1, 64), (1, 128), (2, 128), (2, 192), (2, 256), (2, 384), (3, 512), (4, 768), (4, 1024))  # layers, hidden
 SAVE_SECONDS = 40.0
-CUDA_LENGTHS = (768, 768, 768, 768, 2048, 2048)
-CUDA_ROWS = 4096
+CUDA_LENGTHS, CUDA_ROWS = (768, 768, 768, 768, 2048, 2048), 4096
+CPU_LENGTHS, CPU_ROWS = (512, 512, 512, 1536), 128  # products of fewer rows are slow, of more no faster
 PROMPTS_PER_ROW = 4
-CACHE_SHARE = 0.5  # of a device's free memory for the verifier's KV rows
-CPU_LENGTH, CPU_ROWS = 1024, 16
+CUDA_CACHE_SHARE, CPU_CACHE_SHARE = 0.5, 0.25  # of the free memory for the verifier's KV rows
+MALLOC_OPTIONS = ((-4, 0), (-1, 2**31 - 1), (-2, 1 << 28))  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD of glibc
 ROPE_THETA = 100_000.0
 START_RATE = 0.4  # of the learning rates, for a drafter that has learned already
 
@@ -125,7 +128,19 @@ def distill(options: DistillOptions, progress: Callable[[str], None] = lambda li
     """
     if options.output.exists():
         raise ValueError(f"{options.output} exists; remove it or name another folder")
+    check_versions()
+    keep_freed_memory()
     return _Run(options, progress).finish()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse freed memory instead of returning it: without the page faults a CPU trains twice as fast."""
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # another C library
+    for option, value in MALLOC_OPTIONS:
+        set_option(option, value)
 
 
 class _Run:
@@ -245,7 +260,7 @@ class _Run:
         blocks: list[Block] = []
         written = 0
         # a CUDA block takes less than a minute and its cache is large: it is made again
-        unfinished = None if self._device.type == "cuda" else self._folder / "unfinished.safetensors"
+        unfinished = None if self._device.type == "cuda" else self._folder / "unfinished"
         with ThreadPoolExecutor(max_workers=1) as drawer:  # the next block's prompts are drawn during this one
             table = None
             while not self._enough(len(blocks), written):
@@ -439,22 +454,26 @@ def products_seconds(shapes: list[tuple[int, int]], dtype: torch.dtype, device: 
 def choose_block_shapes(
     options: DistillOptions, checkpoint: Checkpoint, verifier: PreTrainedModel
 ) -> tuple[tuple[int, int], ...]:
-    """(rows, length) of the blocks, taken in turn: on CUDA as many rows as its memory holds."""
+    """(rows, length) of the blocks, taken in turn: as many rows as the device's memory holds."""
     config = verifier.config.get_text_config()
     context = min(checkpoint.context, getattr(config, "sliding_window", None) or checkpoint.context)
     if context < 64:
         raise ValueError(f"the verifier reads {context} tokens; at least 64 are needed to distil")
-    if options.rows or options.length:
-        return ((options.rows or CPU_ROWS, min(context, options.length or CPU_LENGTH)),)
     if verifier.device.type == "cuda":
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        slot_bytes = 2 * config.num_hidden_layers * heads * head_size * verifier.dtype.itemsize
-        slots = CACHE_SHARE * torch.cuda.mem_get_info(verifier.device)[0] / slot_bytes
-        lengths = dict.fromkeys(min(context, length) for length in CUDA_LENGTHS)
-        shapes = {length: (max(8, min(CUDA_ROWS, int(slots / length)) // 8 * 8), length) for length in lengths}
-        return tuple(shapes[min(context, length)] for length in CUDA_LENGTHS)
-    return ((CPU_ROWS, min(context, CPU_LENGTH)),)
+        lengths, most_rows = list(CUDA_LENGTHS), CUDA_ROWS
+        room = CUDA_CACHE_SHARE * torch.cuda.mem_get_info(verifier.device)[0]
+    else:
+        lengths, most_rows = list(CPU_LENGTHS), CPU_ROWS
+        available = available_memory()
+        room = math.inf if available is None else CPU_CACHE_SHARE * available
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    slots = room / (2 * config.num_hidden_layers * heads * head_size * verifier.dtype.itemsize)
+    lengths = [options.length] if options.length else lengths
+    return tuple(
+        (options.rows or max(8, int(min(most_rows, slots / length)) // 8 * 8), length)
+        for length in (min(context, length) for length in lengths)
+    )
 
 
 def special_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

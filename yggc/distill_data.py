@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import shutil
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -347,21 +348,25 @@ class Decoder:
     def decode(self, table: PromptTable, seed: int, unfinished: Path | None = None, save_seconds: float = 0.0) -> Block:
         """Returns a block of conversations that begin with the table's prompts, row r taking r, r + rows, ...
 
-        unfinished: where the block is kept every `save_seconds` while it is made, and gone on with from there.
+        unfinished: folder to which the slots made since the last time are added every `save_seconds`, and from which
+        an interrupted block is gone on with.
         """
         device = self._noise.device
         self._load_table(table)
         generator = torch.Generator(device).manual_seed(seed)
-        begin = self._restore(unfinished, seed, generator) if unfinished and unfinished.exists() else 0
-        if not begin:
+        done = self._restore(unfinished, seed, generator) if unfinished else 0
+        if not done:
             self._begin()
-        saved = time.monotonic()
+            if unfinished:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+        begin, saved = done, time.monotonic()
         for slot in range(begin, self.length):
             self._noise.exponential_(generator=generator).log_().neg_()
             self._step(min(self.length, (slot // EXTENT_STEP + 1) * EXTENT_STEP))
             if unfinished and time.monotonic() - saved > save_seconds:
-                self._save(unfinished, slot + 1, seed, generator)
-                saved = time.monotonic()
+                self._save(unfinished, done, slot + 1, seed, generator)
+                done, saved = slot + 1, time.monotonic()
         return Block(*(getattr(self._block, field.name).transpose(0, 1).contiguous() for field in fields(Block)))
 
     def _begin(self) -> None:
@@ -381,33 +386,38 @@ class Decoder:
             tensor.copy_(start[name]) if name in start else tensor.fill_(name == "cursor")
         self._cache.slot.zero_()
 
-    def _save(self, path: Path, done: int, seed: int, generator: torch.Generator) -> None:
-        """Write the first `done` slots and all that the next one needs, beside their place, then rename."""
+    def _save(self, folder: Path, begin: int, end: int, seed: int, generator: torch.Generator) -> None:
+        """Add a file with slots `begin` to `end` and all that the next one needs; complete or absent."""
+        slots = slice(begin, end)
         tensors = {f"state.{name}": tensor for name, tensor in self._state.items()}
-        tensors |= {f"block.{field.name}": getattr(self._block, field.name)[:done] for field in fields(Block)}
+        tensors |= {f"block.{field.name}": getattr(self._block, field.name)[slots] for field in fields(Block)}
         for layer, pair in self._cache.pairs.items():
-            tensors |= {f"cache.{layer}.{part}": buffer[:, :, :done] for part, buffer in enumerate(pair)}
-        tensors |= {"seed": torch.tensor(seed), "done": torch.tensor(done), "generator": generator.get_state()}
-        beside = path.with_suffix(".part")
+            tensors |= {f"cache.{layer}.{part}": buffer[:, :, slots] for part, buffer in enumerate(pair)}
+        tensors |= {"seed": torch.tensor(seed), "end": torch.tensor(end), "generator": generator.get_state()}
+        beside = folder / "part"
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, beside)
-        beside.replace(path)
+        beside.replace(folder / f"{begin:06}.safetensors")
 
-    def _restore(self, path: Path, seed: int, generator: torch.Generator) -> int:
-        """Go on from `_save`; returns the slots that are done, 0 if they are another block's."""
-        tensors = load_file(path, device=str(self._noise.device))
-        done = int(tensors["done"])
-        if int(tensors["seed"]) != seed:
-            return 0
-        for name, tensor in self._state.items():
-            tensor.copy_(tensors[f"state.{name}"])
-        for field in fields(Block):
-            getattr(self._block, field.name)[:done] = tensors[f"block.{field.name}"]
-        for layer in range(sum(name.startswith("cache.") for name in tensors) // 2):
-            pair = tensors[f"cache.{layer}.0"], tensors[f"cache.{layer}.1"]
-            for buffer, saved in zip(self._cache.buffers(layer, *pair), pair, strict=True):
-                buffer[:, :, :done] = saved
-        generator.set_state(tensors["generator"].cpu())
-        self._cache.slot.fill_(done)
+    def _restore(self, folder: Path, seed: int, generator: torch.Generator) -> int:
+        """Go on from what `_save` left; returns the slots that are done, 0 if they are another block's."""
+        done = 0
+        while (path := folder / f"{done:06}.safetensors").exists():
+            tensors = load_file(path, device=str(self._noise.device))
+            if int(tensors["seed"]) != seed:
+                return 0
+            slots = slice(done, int(tensors["end"]))
+            for field in fields(Block):
+                getattr(self._block, field.name)[slots] = tensors[f"block.{field.name}"]
+            for layer in range(sum(name.startswith("cache.") for name in tensors) // 2):
+                pair = tensors[f"cache.{layer}.0"], tensors[f"cache.{layer}.1"]
+                for buffer, saved in zip(self._cache.buffers(layer, *pair), pair, strict=True):
+                    buffer[:, :, slots] = saved
+            done = slots.stop
+        if done:
+            for name, tensor in self._state.items():
+                tensor.copy_(tensors[f"state.{name}"])
+            generator.set_state(tensors["generator"].cpu())
+            self._cache.slot.fill_(done)
         return done
 
     def _load_table(self, table: PromptTable) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.exc import CppCompileError
+from torch._inductor import cpu_vec_isa
+from torch._inductor.exc import CppCompileError, InductorError
 from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
@@ -138,6 +140,8 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
     Raises BuildError when there is no C++ compiler or it fails.
     """
     find_compiler()
+    if any(letter.isspace() for letter in str(scratch)):
+        scratch = Path(tempfile.mkdtemp(prefix="yggc-"))  # the compiler's commands are cut at spaces
     options = {
         "aot_inductor.custom_ops_to_c_shims": c_interface(),
         "aot_inductor.package_constants_in_so": False,
@@ -146,12 +150,15 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
         "max_autotune": False,
     }
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a missing CUDA runtime
+    cpu_vec_isa.valid_vec_isa_list()  # what is found out of this machine stays in torch's own cache, for the next time
     place_before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch)
     try:
         with torch.no_grad():
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
-    except CppCompileError as error:
+    except (CppCompileError, InductorError) as error:
+        if "CppCompileError" not in f"{type(error).__name__}: {error}":
+            raise
         raise BuildError(f"the C++ compiler failed on generated code: {first_error_line(str(error))}") from None
     finally:
         if place_before is None:

@@ -26,7 +26,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from yggc import export, graphs, lowering, packing
+from yggc import export, graphs, lowering, packing, self_check
 from yggc import kernels as kernels_module
 from yggc.checkpoints import Checkpoint, affine_weights, load_model, open_checkpoint
 from yggc.config import DRAFT_WIDTHS, MOST_NODES, BuildOptions, draft_depths, usable_cores
@@ -34,6 +34,7 @@ from yggc.kernels import TAG, compile_kernels
 from yggc.lowering import lower_to_kernels
 from yggc.packing import AffineWeights, round_to_levels
 from yggc.progress import Progress
+from yggc.self_check import check_compiled, check_module, make_probe
 from yggc.stage_cache import StageCache
 from yggrt import artifacts
 from yggrt.artifacts import (
@@ -66,7 +67,7 @@ RECORD_FILE = "step.json"
 PARALLEL_MEMORY_BYTES = 12e9
 """Of memory: with less, models are compiled one after the other."""
 
-SOURCES = (graphs, export, lowering, packing, kernels_module, artifacts)
+SOURCES = (graphs, export, lowering, packing, kernels_module, self_check, artifacts)
 """A change in one of these makes kept artifacts worthless."""
 
 
@@ -185,7 +186,9 @@ def wanted_step(
     )  # fmt: skip
 
 
-def compile_steps(cache: StageCache, progress: Progress, wanted: Sequence[WantedStep]) -> list[CompiledStep]:
+def compile_steps(
+    cache: StageCache, progress: Progress, wanted: Sequence[WantedStep], kernels: Path
+) -> list[CompiledStep]:
     """The artifacts, compiled now or kept from before. wanted: a model's own step before its fused drafts.
 
     Two are compiled at a time where the machine has the cores and the memory.
@@ -201,11 +204,11 @@ def compile_steps(cache: StageCache, progress: Progress, wanted: Sequence[Wanted
         names = " and ".join(dict.fromkeys(step.role for step in missing))
         key = f"compile {names} {missing[0].dtype} {Path(missing[0].source).name}"
         with progress.stage(f"compile {names}", max(*seconds, sum(seconds) / together), key):
-            _compile_all(cache, missing, together)
-    return [_read_step(step) for step in wanted]
+            _compile_all(cache, missing, together, kernels)
+    return [read_step(step) for step in wanted]
 
 
-def _compile_all(cache: StageCache, steps: Sequence[WantedStep], together: int) -> None:
+def _compile_all(cache: StageCache, steps: Sequence[WantedStep], together: int, kernels: Path) -> None:
     """Compile each step in a process of its own, so that what compilers leave in memory does not slow what follows."""
     context = multiprocessing.get_context("spawn")
     waiting = list(steps)
@@ -216,7 +219,7 @@ def _compile_all(cache: StageCache, steps: Sequence[WantedStep], together: int) 
                 step = waiting.pop(0)
                 here, there = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_compile_apart, args=(cache.root, step, there, os.getpid()), daemon=True
+                    target=_compile_apart, args=(cache.root, step, kernels, there, os.getpid()), daemon=True
                 )
                 process.start()
                 there.close()
@@ -241,13 +244,13 @@ def _compile_all(cache: StageCache, steps: Sequence[WantedStep], together: int) 
         cache.remove_abandoned()
 
 
-def _compile_apart(root: Path, step: WantedStep, pipe: Connection, parent: int) -> None:
+def _compile_apart(root: Path, step: WantedStep, kernels: Path, pipe: Connection, parent: int) -> None:
     """In a process of its own: compile, keep, and send the error there was, or None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build's own process ends this one
     signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
-        StageCache(root).fill(step.entry, lambda folder: _compile(step, folder))
+        StageCache(root).fill(step.entry, lambda folder: compile_one(step, folder, kernels))
         pipe.send(None)
     except YggError as error:
         pipe.send(error)
@@ -262,14 +265,17 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _compile(wanted: WantedStep, folder: Path) -> None:
+def compile_one(wanted: WantedStep, folder: Path, kernels: Path) -> None:
+    """Compile a step into a folder. Raises a YggError also where it would not say what its model says."""
     checkpoint = open_checkpoint(wanted.source)
     model = load_model(checkpoint, getattr(torch, wanted.dtype))
     try:
+        probe = make_probe(model, wanted.vocab_size)
         if wanted.role == "verify":
             step = export.verify_step(model, wanted.vocab_size, wanted.limits)
         else:
             step = export.draft_pass(model, wanted.vocab_size, wanted.limits, wanted.vocabulary)
+        check_module(step, probe)
         if wanted.depth is not None and wanted.draft_width is not None:
             step = export.fused_draft(step, wanted.draft_width, wanted.depth)
         levels = affine_weights(checkpoint, model)
@@ -283,6 +289,9 @@ def _compile(wanted: WantedStep, folder: Path) -> None:
         export.compile_step(program, folder / PACKAGE_FILE, wanted.num_threads, folder / "inductor")
         if wanted.depth is None:  # a fused draft uses the weights of the draft pass
             save_file(export.constants(program), folder / WEIGHTS_FILE)
+        if wanted.role == "verify":
+            load_kernels(kernels)
+            check_compiled(step, load_package(folder / PACKAGE_FILE, load_weights(folder / WEIGHTS_FILE)), probe)
     except YggError:
         raise
     except Exception as error:  # torch's exporters raise whatever their internals do
@@ -310,7 +319,8 @@ def rounded_weights(model: PreTrainedModel) -> dict[str, AffineWeights]:
     return found
 
 
-def _read_step(step: WantedStep) -> CompiledStep:
+def read_step(step: WantedStep) -> CompiledStep:
+    """What `compile_one` left in the entry of a step."""
     record = json.loads((step.entry / RECORD_FILE).read_text())
     return CompiledStep(
         role=step.role,

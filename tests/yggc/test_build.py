@@ -73,6 +73,7 @@ def test_the_default_name_is_the_pair(toy_bundle, kept, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["drafter+verifier.bundle"]
 
 
+@pytest.mark.field(43)
 @pytest.mark.parametrize(
     "more, message",
     [
@@ -104,6 +105,7 @@ def test_no_compiler_is_said_in_one_line(toy_bundle, tmp_path, monkeypatch, caps
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.field(41)
 def test_ctrl_c_leaves_nothing_partial(toy_bundle, tmp_path, monkeypatch, capsys):
     cache = tmp_path / "cache"
     monkeypatch.setenv("YGG_CACHE", str(cache))
@@ -121,6 +123,7 @@ def test_ctrl_c_leaves_nothing_partial(toy_bundle, tmp_path, monkeypatch, capsys
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.field(41)
 def test_a_killed_stage_is_absent_and_its_scratch_is_cleaned_up_later(tmp_path):
     program = f"""
 import time
@@ -146,6 +149,7 @@ cache.fill(cache.entry("export", {{"a": 1}}), run)
     assert not cache.has(cache.entry("export", {"a": 1}))
 
 
+@pytest.mark.field(43)
 def test_stages_of_other_inputs_have_other_entries(tmp_path):
     cache = StageCache(tmp_path)
     assert cache.entry("export", {"a": 1}) != cache.entry("export", {"a": 2})
@@ -223,6 +227,7 @@ def test_a_damaged_history_of_durations_is_no_history(tmp_path):
     assert "a" in (tmp_path / "durations.json").read_text()
 
 
+@pytest.mark.field(43)
 def test_a_plan_is_compiled_as_it_is(toy_bundle, kept, tmp_path, capsys):
     assert build_again(toy_bundle, tmp_path / "b", "--plan", str(toy_bundle.path / "plan.ygg")) == 0
     assert read_plan(tmp_path / "b" / "plan.ygg") == read_plan(toy_bundle.path / "plan.ygg")

@@ -57,6 +57,7 @@ def test_a_planted_table_is_recovered():
         assert math.exp(table.log_acceptance(rank, math.log(q))) == pytest.approx(rule(rank, q), rel=0.15)
 
 
+@pytest.mark.field(33)
 def test_a_fitted_table_predicts_other_text_better_than_the_drafters_own_probabilities():
     def rule(rank: int, q: float) -> float:
         return q * q if rank == 0 else q / 3

@@ -367,6 +367,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder: Path) ->
 # Kinds of model
 
 
+@pytest.mark.field(37)
 def test_code_that_comes_with_a_checkpoint_never_runs(folder: Path) -> None:
     trap = folder / "ran"
     (folder / "modeling_trap.py").write_text(f"open({str(trap)!r}, 'w')\nclass Trap: ...\n")

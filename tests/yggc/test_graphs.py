@@ -94,6 +94,7 @@ def test_the_table_is_interpolated_by_rank_and_siblings_sum_to_at_most_one():
     assert math.isclose(high.exp().sum().item(), 1.0, rel_tol=1e-5)
 
 
+@pytest.mark.field(13)
 def test_the_vocabulary_beyond_the_tokenizer_is_never_drafted(verifier):
     shape = TreeShape(8, 4, 16)
     engine = toy.make_engine(verifier, verifier, shape, vocab_size=40)

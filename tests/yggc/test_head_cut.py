@@ -89,6 +89,7 @@ def test_the_smallest_set_that_covers_is_chosen_and_small_vocabularies_are_left_
     assert head_cut.choose_draft_vocabulary(None, make_tokenizer(), text, 20_000, head_cut.ANSWER_TOKENS) is None
 
 
+@pytest.mark.field(17)
 def test_a_drafter_whose_logits_are_not_finite_is_named():
     model = toy.make_llama(6)
     model.lm_head.weight.data[7] = float("nan")

@@ -126,6 +126,7 @@ def test_another_kind_of_tokenizer_is_refused(pair: tuple[Path, Path]) -> None:
     assert "of kind WordLevel, the verifier's of kind BPE" in refusal(pair)
 
 
+@pytest.mark.field(14)
 def test_ids_that_decode_to_other_texts_are_refused(pair: tuple[Path, Path]) -> None:
     changed = make_tokenizer()
     changed.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("world", "earth")])

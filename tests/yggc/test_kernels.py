@@ -162,6 +162,24 @@ def test_linear_keeps_leading_dimensions(kernels, shape):
     assert torch.equal(found.view(-1, 33), kernels.linear(inputs.view(-1, 96), matrix))
 
 
+@pytest.mark.field(28)
+@pytest.mark.parametrize("kernels", [""], indirect=True)
+def test_a_matrix_of_more_than_4_gib_is_read_to_its_end(kernels):
+    """Nearly all of it is zeros that no memory was ever given to."""
+    features = 1024
+    last = make_matrix(Format.FLOAT32, 32, features)
+    num_panels = 2**32 // last.data.numel() + 2
+    data = torch.zeros(num_panels * last.data.numel(), dtype=torch.uint8)
+    data[-last.data.numel() :] = last.data.flatten()
+    matrix = PackedMatrix(data, 32 * num_panels, features, Format.FLOAT32)
+    inputs = torch.randn(1, features)
+    found = kernels.linear(inputs, matrix)
+    assert torch.equal(found[:, -32:], kernels.linear(inputs, last))
+    assert not found[:, :-32].any()
+    token = torch.tensor([matrix.rows - 3])
+    assert torch.equal(kernels.embedding(token, matrix), kernels.embedding(torch.tensor([29]), last))
+
+
 @pytest.mark.field(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind, columns, features", MATRICES)

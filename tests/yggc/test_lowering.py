@@ -143,6 +143,7 @@ def assert_close(found: Iterable[Tensor], expected: Iterable[Tensor], tolerance:
 # Values
 
 
+@pytest.mark.field(21, 24)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lowered_step_computes_the_traced_values_at_widths_never_traced(family):
     torch.manual_seed(4)
@@ -191,6 +192,7 @@ def test_parameters_that_nobody_reads_any_more_are_gone(family):
     assert read >= set(program.state_dict)
 
 
+@pytest.mark.field(22)
 @pytest.mark.parametrize("family, num_packed", [("llama", 4 * NUM_LAYERS + 2), ("tied llama", 4 * NUM_LAYERS + 1)])
 def test_a_tied_embedding_is_packed_once_and_another_on_its_own(family, num_packed):
     lowered = lowered_verify(family)

@@ -89,6 +89,7 @@ def brute_force(text: GrownText, depth: int, prices: Prices, token_s: float) -> 
     return seconds, text.num_roots
 
 
+@pytest.mark.field(32)
 @pytest.mark.parametrize("seed, draft_s", [(0, 0.3), (2, 0.3), (4, 0.3), (5, 0.3), (3, 1.5), (5, 1.5), (5, 4.0)])
 def test_the_search_equals_brute_force_over_everything_it_may_choose(seed, draft_s):
     prices = made_prices(draft_s, seed=seed)
@@ -115,6 +116,7 @@ def test_the_search_equals_brute_force_over_everything_it_may_choose(seed, draft
     assert found.chosen.simulated.tpot_s <= fastest * (1 + TIE) or fastest > plain / SMALLEST_GAIN
 
 
+@pytest.mark.field(32)
 def test_a_dearer_drafter_is_used_less_and_never_faster():
     texts = {width: [made_text(width, 0.6, each) for each in range(4)] for width in (1, 2)}
     work, speedups = [], []
@@ -130,7 +132,7 @@ def test_a_dearer_drafter_is_used_less_and_never_faster():
     assert work[-1] == 0 and all(first >= second for first, second in zip(work, work[1:], strict=False))
 
 
-@pytest.mark.field(29)
+@pytest.mark.field(29, 42)
 def test_an_unrelated_drafter_gives_plain_decoding_and_says_why():
     texts = [replace(made_text(2, 0.5, each), on_path=np.eye(1, 7, dtype=bool).repeat(30, 0)) for each in range(3)]
     found = search_tree({Candidate(2, 8): DEPTHS}, lambda *_: texts, made_prices(0.5))
@@ -153,6 +155,7 @@ def test_of_trees_that_are_as_good_the_one_that_drafts_least_is_chosen():
         choose(entries[1:])
 
 
+@pytest.mark.field(30)
 def test_curves_that_differ_by_a_little_noise_give_the_same_plan():
     texts = {width: [made_text(width, 0.6, each) for each in range(4)] for width in (1, 2)}
 

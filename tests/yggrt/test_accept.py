@@ -29,6 +29,7 @@ def test_acceptance_equals_the_walk(seed):
     assert [choices[row] for row in found] == [*(tokens[row] for row in path), bonus]
 
 
+@pytest.mark.field(4)
 def test_a_sibling_of_the_accepted_child_is_never_taken():
     found = accept_greedy(np.array([9, 5, 6, 7]), np.array([0, 0, 0, 2]), np.array([6, 7, 7, 1]))
     assert found == [0, 2, 3]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from yggrt import target
+from yggrt.artifacts import load_weights
 from yggrt.bundle import check_bundle, load
 from yggrt.errors import BundleFormatError
 from yggrt.plan import PLAN_FILE, DraftGraph, Plan, read_manifest, read_plan, write_manifest, write_plan
@@ -83,3 +91,41 @@ def test_a_file_that_may_not_be_read_is_named(toy_bundle, monkeypatch):
 def test_a_name_that_no_file_can_have_is_no_bundle():
     with pytest.raises(BundleFormatError, match="is not a bundle"):
         load("x" * 5000)
+
+
+@pytest.mark.field(28)
+def test_weights_of_more_than_4_gib_are_read_to_their_end(tmp_path):
+    """The file has a hole where most of its zeros are."""
+    size = 2**32 + 4096
+    header = json.dumps(
+        {
+            "first": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
+            "last": {"dtype": "F32", "shape": [3], "data_offsets": [size, size + 12]},
+        }
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    path = tmp_path / "weights.safetensors"
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.seek(size, 1)
+        file.write(struct.pack("<3f", 1.5, 2.5, 3.5))
+    assert load_weights(path)["last"].tolist() == [1.5, 2.5, 3.5]
+
+
+@pytest.mark.field(22)
+def test_weights_take_their_own_size_in_memory_once(tmp_path):
+    num_bytes = 200_000_000
+    save_file({"weights": torch.ones(num_bytes, dtype=torch.uint8)}, tmp_path / "weights.safetensors")
+    program = (
+        "import resource, sys, torch, pathlib\n"
+        "from yggrt.artifacts import load_weights\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "weights = load_weights(pathlib.Path(sys.argv[1]))['weights']\n"
+        "assert weights.min().item() == 1\n"
+        "print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "weights.safetensors")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    slack = 30_000_000
+    assert num_bytes <= int(result.stdout) + slack and int(result.stdout) <= num_bytes + slack

@@ -21,6 +21,7 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+@pytest.mark.field(40)
 def test_run_prints_the_answer_and_what_it_took(toy_bundle, capsys):
     code, out, err = run(capsys, "run", toy_bundle.path, "the world tree", "--max-new-tokens", 12)
     assert code == 0 and out.endswith("\n")
@@ -183,6 +184,7 @@ def test_the_breakdown_adds_up(toy_bundle, capsys):
         assert 98 <= sum(shares) <= 102 and all(share >= 0 for share in shares) and shares[0] > 0
 
 
+@pytest.mark.field(41)
 def test_on_a_terminal_loading_and_reading_a_long_prompt_are_shown_and_erased(toy_bundle, capsys, monkeypatch):
     arguments = ["run", toy_bundle.path, "ab " * 140, "--raw", "--max-new-tokens", 2]
     quiet = run(capsys, *arguments)

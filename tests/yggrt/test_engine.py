@@ -110,6 +110,7 @@ def test_a_prompt_of_another_kind_is_a_value_error(prompt, message):
         text_engine().generate(prompt)
 
 
+@pytest.mark.field(43, 12)
 def test_options_that_cannot_be_served_are_value_errors(engine):
     for options, message in (
         ({"stop": None}, "stop=None"),

@@ -106,6 +106,7 @@ def test_a_policy_without_drafts_decodes_plainly():
     assert pace.shape().draft_depth == 0
 
 
+@pytest.mark.field(33, 42)
 @pytest.mark.parametrize("kind", toy.DRAFTERS)
 def test_the_engine_says_the_same_whatever_the_pace_chooses(verifier, kind, monkeypatch):
     monkeypatch.setattr(pace_module, "FIRST_PAUSE", 3)

@@ -116,6 +116,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.field(35)
 @pytest.mark.parametrize("encode, decode, sample, error", KINDS)
 def test_a_file_comes_back_equal_and_its_bytes_are_always_the_same(encode, decode, sample, error):
     assert decode(encode(sample())) == sample()
@@ -127,6 +128,7 @@ def test_what_was_not_measured_may_be_absent():
     assert plans.decode_plan(plans.encode_plan(bare)) == bare
 
 
+@pytest.mark.field(35)
 @pytest.mark.parametrize("encode, decode, sample, error", KINDS)
 def test_every_truncation_and_bit_flip_gives_only_the_formats_error(encode, decode, sample, error):
     data = encode(sample())
@@ -175,6 +177,7 @@ def edited(data: bytes, path: str, value: object) -> bytes:
     return with_body(data, msgpack.packb(tree))
 
 
+@pytest.mark.field(31)
 @pytest.mark.parametrize(
     "path, value, message",
     [
@@ -278,6 +281,7 @@ def test_a_manifest_edited_into_the_impossible_is_refused_and_says_why(path, val
         plans.decode_manifest(edited(plans.encode_manifest(sample_manifest()), path, value))
 
 
+@pytest.mark.field(34)
 @pytest.mark.parametrize(
     "name",
     [
@@ -347,6 +351,7 @@ def test_a_table_is_linear_between_its_knots_and_has_a_row_for_each_rank():
             table.log_acceptance(rank, -1.0)
 
 
+@pytest.mark.field(31)
 def test_a_cycle_cannot_be_written():
     with pytest.raises(ValueError, match="cycle"):
         StageSchedule("sequential", (Stage("verify", "device", ("accept",)), Stage("accept", "host", ("verify",))))

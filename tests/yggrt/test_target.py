@@ -76,6 +76,7 @@ def test_an_unknown_target_word_is_a_bad_argument(word):
         detect_target(word)
 
 
+@pytest.mark.field(27)
 def test_a_missing_gpu_is_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(TargetMismatchError, match="cuda:0 was asked for; torch .* finds no CUDA device here"):
@@ -123,6 +124,7 @@ def test_the_machine_it_was_built_on_loads_a_bundle_in_silence():
     assert check_manifest(sample_manifest(), HOST, "2.14.1") == ()
 
 
+@pytest.mark.field(19)
 def test_a_superset_host_loads_a_bundle_in_silence():
     host = dataclasses.replace(
         HOST,
@@ -133,6 +135,7 @@ def test_a_superset_host_loads_a_bundle_in_silence():
     assert check_manifest(sample_manifest(), host, "2.14.1+cu130") == ()
 
 
+@pytest.mark.field(19, 23)
 @pytest.mark.parametrize(
     "changes, torch_version, message",
     [
@@ -211,6 +214,7 @@ def test_the_digest_covers_every_piece_in_order(tmp_path: Path, monkeypatch, num
     assert piecewise_sha256(tmp_path / "file") == expected
 
 
+@pytest.mark.field(34)
 def test_a_link_out_of_the_bundle_is_refused_but_one_inside_is_followed(tmp_path: Path):
     bundle = tmp_path / "bundle"
     bundle.mkdir()

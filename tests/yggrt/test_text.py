@@ -114,6 +114,7 @@ def text_tokens(codec: TextCodec, rng: random.Random) -> list[int]:
 # ---- streaming ----
 
 
+@pytest.mark.field(36)
 def test_the_joined_stream_is_the_full_decode_after_any_tokens(codec):
     rng = random.Random(0)
     for round_index in range(400):
@@ -275,6 +276,7 @@ def test_the_output_equals_the_brute_force_reading(codec):
     assert reasons == {"eos", "stop", "length", None}
 
 
+@pytest.mark.field(1)
 def test_each_token_in_turn_as_eos_ends_the_output_at_its_first_occurrence():
     codec = byte_level_codec()
     tokens = codec.encode("the dog sleeps; the fox does not.")
@@ -285,6 +287,7 @@ def test_each_token_in_turn_as_eos_ends_the_output_at_its_first_occurrence():
         assert output.finish_reason == "eos"
 
 
+@pytest.mark.field(3)
 @pytest.mark.parametrize("budget", [0, 1, 2, 5])
 def test_the_budget_is_exact(budget):
     codec = byte_level_codec()
@@ -293,6 +296,7 @@ def test_the_budget_is_exact(budget):
     assert (output.num_tokens, output.finish_reason) == (budget, "length")
 
 
+@pytest.mark.field(1, 2)
 def test_eos_goes_before_a_stop_string_and_that_before_the_length():
     codec = byte_level_codec()
     (token,) = codec.encode("x")
@@ -444,6 +448,7 @@ def test_a_template_that_fails_gives_one_line(template):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.field(38)
 def test_a_prompt_that_is_not_text_is_a_bad_argument():
     for prompt in (None, b"bytes", 3, ["a"], "\ud800"):
         with pytest.raises(ValueError, match="prompt"):

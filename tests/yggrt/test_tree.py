@@ -22,6 +22,7 @@ def random_tree(seed: int, size: int) -> Tree:
     return Tree(np.arange(size) + 100, np.array(parents), np.array(depths), np.array(values, dtype=np.float32))
 
 
+@pytest.mark.field(4)
 @pytest.mark.parametrize("parents, depth", [([0], 0), ([0, 0, 0], 1), ([0, 0, 0, 1, 1, 3, 4], 3)])
 def test_mask_matches_ancestor_walk(parents, depth):
     assert ancestor_matrix(np.array(parents), depth).tolist() == oracle.mask(parents)

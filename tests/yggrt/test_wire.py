@@ -57,6 +57,7 @@ def fields(changes: dict[object, object] | None = None) -> dict[object, object]:
     return {name: value for name, value in data.items() if value is not ...}
 
 
+@pytest.mark.field(35)
 def test_a_value_comes_back_equal_and_its_bytes_are_always_the_same():
     data = wire.encode(FORMAT, RECORD)
     assert wire.decode(FORMAT, Record, data) == RECORD

@@ -1,0 +1,342 @@
+"""Seeded faults that fast tests must find: `make mutants` applies them one by one to a copy of the sources.
+
+Each is the kind of fault that speculative decoders have had in the field. A mutant that no test fails is reported as a
+survivor, and the run ends non-zero: then a test is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("yggc", "runtime", "tests", "plans", "pyproject.toml")
+LIMIT_S = 600
+LOSSLESS = "tests/test_lossless.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One fault. old: text that occurs once in the file; new: what replaces it; tests: what must fail."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str = LOSSLESS
+
+
+MUTANTS = (
+    Mutant(
+        "only an iteration's last token is looked at for the end of the text",
+        "runtime/yggrt/engine.py",
+        "                finished = output.push(token)\n                if finished:\n",
+        "                output._eos_ids, kept = frozenset(), output._eos_ids\n"
+        "                if emitted == len(outcome.tokens):\n"
+        "                    output._eos_ids = kept\n"
+        "                finished = output.push(token)\n                output._eos_ids = kept\n"
+        "                if finished:\n",
+    ),
+    Mutant(
+        "what follows the end of the text in its iteration is emitted too",
+        "runtime/yggrt/engine.py",
+        "            tokens += outcome.tokens[:emitted]\n",
+        "            tokens += outcome.tokens\n            recorder.gaps += outcome.gaps[emitted:]\n",
+    ),
+    Mutant(
+        "trees grow past the context's end",
+        "runtime/yggrt/engine.py",
+        "min(shape.draft_depth, self.max_context - num_tokens, remaining - 1)",
+        "min(shape.draft_depth, remaining - 1)",
+    ),
+    Mutant(
+        "the drafter is asked beyond its context",
+        "runtime/yggrt/engine.py",
+        "if depth > 0 and num_tokens + depth > self.drafter_context:",
+        "if depth > 0 and num_tokens > 2 * self.drafter_context:",
+    ),
+    Mutant(
+        "logits that are not numbers pass",
+        "runtime/yggrt/engine.py",
+        "    if any(gap != gap for gap in gaps):",
+        "    if any(gap < 0 for gap in gaps):",
+    ),
+    Mutant(
+        "accepted KV rows are not moved",
+        "runtime/yggrt/kvcache.py",
+        "        self._src[:count] = sources\n",
+        "        self._src[:count] = range(first_target, first_target + count)\n",
+    ),
+    Mutant(
+        "moves of an earlier step are applied again",
+        "runtime/yggrt/kvcache.py",
+        "            self._src[:] = 0\n            self._dst[:] = 0\n",
+        "",
+    ),
+    Mutant(
+        "the drafter's rows are taken in sorted order",
+        "runtime/yggrt/executor.py",
+        "[num_tokens + int(cut.nodes[row]) for row in inner]",
+        "[num_tokens + row for row in inner]",
+    ),
+    Mutant(
+        "the verifier's rows are taken in growth order",
+        "runtime/yggrt/executor.py",
+        "[num_tokens + row for row in path]",
+        "[num_tokens + int(cut.nodes[row]) for row in path]",
+    ),
+    Mutant(
+        "a drafter row that never ran counts as committed",
+        "runtime/yggrt/executor.py",
+        "        inner = path[:-1]\n",
+        "        inner = path\n",
+    ),
+    Mutant(
+        "rows get places for positions",
+        "runtime/yggrt/executor.py",
+        "        rows.array[1] = cut.depths + (num_tokens - 1)\n",
+        "        rows.array[1] = rows.places + (num_tokens - 1)\n",
+    ),
+    Mutant(
+        "a tree sees one committed row too few",
+        "runtime/yggrt/masks.py",
+        "            self._show_committed(num_tokens, num_tokens + width)\n",
+        "            self._show_committed(num_tokens - 1, num_tokens + width)\n",
+    ),
+    Mutant(
+        "what a mask showed is never hidden",
+        "runtime/yggrt/masks.py",
+        "        if end < self._end:\n",
+        "        if end < 0:\n",
+        "tests/yggrt/test_masks.py",
+    ),
+    Mutant(
+        "a window counts slots in the verifier's tree",
+        "runtime/yggrt/masks.py",
+        "ancestors & (depths[:, None] - depths[None, :] < self._window)",
+        "ancestors & (np.arange(width)[:, None] - np.arange(width)[None, :] < self._window)",
+    ),
+    Mutant(
+        "a prompt's window is one position too wide",
+        "runtime/yggrt/masks.py",
+        "        visible &= back < window\n",
+        "        visible &= back <= window\n",
+    ),
+    Mutant(
+        "a window counts slots in the drafter's tree",
+        "yggc/graphs.py",
+        "torch.where(in_tree, root_position + tree_depths[node], extent - 1)",
+        "extent - 1",
+    ),
+    Mutant(
+        "a drafter's row does not see the token before it",
+        "yggc/graphs.py",
+        "visible = (slots >= 1) & (slots <= num_visible[:, None])",
+        "visible = (slots >= 1) & (slots < num_visible[:, None])",
+    ),
+    Mutant(
+        "nodes see their siblings",
+        "runtime/yggrt/tree.py",
+        "    ancestor = nodes\n    for _ in range(depth + 1):",
+        "    matrix[:, 1:2] = True\n    ancestor = nodes\n    for _ in range(depth + 1):",
+    ),
+    Mutant(
+        "the cut is in growth order",
+        "runtime/yggrt/tree.py",
+        '    return np.argsort(-tree.values, kind="stable")\n',
+        "    return np.arange(tree.num_nodes)\n",
+        "tests/yggrt/test_tree.py",
+    ),
+    Mutant(
+        "a node is accepted below a parent that was not",
+        "runtime/yggrt/accept.py",
+        "        if parents[row + 1] == path[-1]:",
+        "        if parents[row + 1] >= 0:",
+    ),
+    Mutant(
+        "a node is compared with the choice after itself",
+        "runtime/yggrt/accept.py",
+        "choices[parents[1:]]",
+        "choices[1:]",
+    ),
+    Mutant(
+        "the acceptance table is read upside down",
+        "yggc/graphs.py",
+        "    rank = torch.arange(table.shape[0], device=table.device)[None, :].expand_as(index)\n",
+        "    rank = torch.arange(table.shape[0], device=table.device)[None, :].expand_as(index).flip(1)\n",
+        "tests/yggc/test_graphs.py",
+    ),
+    Mutant(
+        "a node's siblings never come back from the pool",
+        "yggc/graphs.py",
+        "        candidate_values = torch.cat((pool_values, child_values.reshape(-1)))\n",
+        "        candidate_values = torch.cat((pool_values - torch.inf, child_values.reshape(-1)))\n",
+        "tests/yggc/test_graphs.py",
+    ),
+    Mutant(
+        "tokens that only pad the logits may be chosen",
+        "yggc/graphs.py",
+        "        return output.logits[0, :, : self.vocab_size], hidden[0]\n",
+        "        return output.logits[0], hidden[0]\n",
+        "tests/yggc/test_graphs.py",
+    ),
+    Mutant(
+        "columns of a cut head pass for token ids",
+        "yggc/graphs.py",
+        "        return self.ids[columns]\n",
+        "        return columns\n",
+        "tests/yggc/test_head_cut.py",
+    ),
+    Mutant(
+        "the length is looked at before stop strings",
+        "runtime/yggrt/text.py",
+        "        elif self._cut_at_stop_string():\n",
+        "        elif len(self._token_ids) < self._max_new_tokens and self._cut_at_stop_string():\n",
+    ),
+    Mutant(
+        "a stop string over two tokens is not seen",
+        "runtime/yggrt/text.py",
+        "            self._release(len(self._held) - self._num_characters_at_risk())\n",
+        "            self._release(len(self._held))\n",
+    ),
+    Mutant(
+        "a difference passes at any gap",
+        "runtime/yggrt/bench.py",
+        "    return Difference(index, token, gap, gap <= near_tie)\n",
+        "    return Difference(index, token, gap, True)\n",
+        "tests/yggrt/test_bench.py",
+    ),
+    Mutant(
+        "the runtime never falls back to plain decoding",
+        "runtime/yggrt/pace.py",
+        "        elif self._balance < -self._limit:\n",
+        "        elif self._balance < -1e9:\n",
+        "tests/yggrt/test_pace.py",
+    ),
+    Mutant(
+        "as much as possible is verified, whatever it costs",
+        "runtime/yggrt/pace.py",
+        "        worth = np.cumsum(np.exp(values))[menu - 1] - self._costs[key]\n",
+        "        worth = np.cumsum(np.exp(values))[menu - 1]\n",
+        "tests/yggrt/test_pace.py",
+    ),
+    Mutant(
+        "measured times are made to rise with the width",
+        "runtime/yggrt/latency.py",
+        "    found: NDArray[np.float64] = np.interp(at, xs, ys)\n",
+        "    found: NDArray[np.float64] = np.interp(at, xs, np.maximum.accumulate(ys))\n",
+        "tests/yggrt/test_latency.py",
+    ),
+    Mutant(
+        "plain decoding is never chosen",
+        "yggc/search_tree.py",
+        "    if best.speedup < SMALLEST_GAIN:\n        return plain\n",
+        "",
+        "tests/yggc/test_search_tree.py",
+    ),
+    Mutant(
+        "the simulator verifies nodes in growth order",
+        "yggc/simulate.py",
+        "    in_order = np.take_along_axis(on_path, order, axis=1)\n",
+        "    in_order = on_path\n",
+        "tests/yggc/test_simulate.py",
+    ),
+    Mutant(
+        "the first timed calls are not left out",
+        "yggc/profile.py",
+        "    for repeat in range(repeats + WARM_UPS):\n",
+        "    for repeat in range(WARM_UPS, repeats + WARM_UPS):\n",
+        "tests/yggc/test_profile.py",
+    ),
+    Mutant(
+        "a damaged plan is read",
+        "runtime/yggrt/wire.py",
+        "    if zlib.crc32(body, zlib.crc32(data[: _HEADER.size])) != checksum:",
+        "    if checksum < 0:",
+        "tests/yggrt/test_wire.py",
+    ),
+    Mutant(
+        "code for another CPU is loaded",
+        "runtime/yggrt/target.py",
+        "    missing = [flag for flag in manifest.instruction_set if flag not in target.instruction_set]\n",
+        "    missing: list[str] = []\n",
+        "tests/yggrt/test_target.py",
+    ),
+    Mutant(
+        "a missing output layer is left at random",
+        "yggc/checkpoints.py",
+        '    missing = sorted(info["missing_keys"])\n',
+        '    missing = sorted(key for key in info["missing_keys"] if not key.startswith("lm_head"))\n',
+        "tests/yggc/test_checkpoints.py",
+    ),
+    Mutant(
+        "one more real token is no difference between vocabularies",
+        "yggc/inspect.py",
+        "    vocab_size = 1 + max((*drafter_tokens, *verifier_tokens), default=-1)\n",
+        "    vocab_size = 1 + min(max(drafter_tokens), max(verifier_tokens))\n",
+        "tests/yggc/test_inspect.py",
+    ),
+)
+
+
+def main() -> int:
+    """Run all mutants, or those whose number is given; print a line each and the survivors at the end."""
+    wanted = [int(number) - 1 for number in sys.argv[1:]] or range(len(MUTANTS))
+    started = monotonic()
+    survivors = []
+    with ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)))) as pool:
+        chosen = [MUTANTS[number] for number in wanted]
+        for done, (mutant, found) in enumerate(zip(chosen, pool.map(try_mutant, chosen), strict=True), start=1):
+            left = (monotonic() - started) / done * (len(chosen) - done)
+            print(
+                f"{done}/{len(chosen)} {found or 'SURVIVED':<60.60} {mutant.name} (about {left:.0f} s left)", flush=True
+            )
+            if found is None:
+                survivors.append(mutant)
+    for mutant in survivors:
+        print(f"survived: {mutant.name}; {mutant.tests} passes with this fault in {mutant.path}")
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults were found in {monotonic() - started:.0f} s")
+    return 1 if survivors else 0
+
+
+def try_mutant(mutant: Mutant) -> str | None:
+    """The test that fails with the fault, or None. Raises RuntimeError where its tests cannot be run at all."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as place:
+        copy = Path(place)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+            else:
+                shutil.copy(source, copy / name)
+        path = copy / mutant.path
+        path.write_text(mutated(mutant, path.read_text(encoding="utf-8")), encoding="utf-8")
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", mutant.tests]
+        result = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    if result.returncode == 0:
+        return None
+    failed = [line for line in result.stdout.splitlines() if line.startswith("FAILED ")]
+    if result.returncode != 1 or not failed:
+        raise RuntimeError(f"{mutant.name}: {mutant.tests} could not be run: {result.stdout[-1000:]}")
+    return failed[0].removeprefix("FAILED ").partition(" - ")[0].rpartition("::")[2]
+
+
+def mutated(mutant: Mutant, source: str) -> str:
+    """The source with the fault in it. Raises ValueError where the text to replace does not occur exactly once."""
+    if source.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: {mutant.path} holds the text to replace {source.count(mutant.old)} times")
+    return source.replace(mutant.old, mutant.new)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+"""The seeded faults of `make mutants` still fit the sources."""
+
+import pytest
+
+from tests.mutants import MUTANTS, ROOT, mutated
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_fault_changes_its_file_and_its_test_exists(mutant):
+    source = (ROOT / mutant.path).read_text(encoding="utf-8")
+    changed = mutated(mutant, source)
+    assert changed != source
+    compile(changed, mutant.path, "exec")
+    assert (ROOT / mutant.tests).is_file()

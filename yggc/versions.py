@@ -1,0 +1,24 @@
+"""Which versions of torch and transformers a bundle can be built with: those that yggc's own metadata asks for."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from yggrt.errors import BuildError
+
+CHECKED = ("torch", "transformers")
+
+
+def check_versions() -> None:
+    """Raises BuildError where another version is installed: exporting depends on the insides of both."""
+    for line in metadata.requires("yggc") or ():
+        wanted = Requirement(line)
+        if wanted.name in CHECKED:
+            found = metadata.version(wanted.name)
+            if not wanted.specifier.contains(found, prereleases=True):
+                raise BuildError(
+                    f"{wanted.name} {found} is installed; {wanted.specifier} is accepted: "
+                    f"pip install '{wanted.name}{wanted.specifier}'"
+                )
