@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench floors setup clean
+.PHONY: demo test test-matrix field mutants bench floors setup clean
 
 demo: setup
 	@$(BIN)/python examples/demo.py
@@ -12,6 +12,18 @@ test: setup
 	$(BIN)/mypy --strict runtime/yggrt
 	$(BIN)/mypy yggc
 	$(BIN)/pytest
+
+# Every kind of fault that users of such systems have met, and the tests that stand against it.
+field: setup
+	@PYTHONPATH=. $(BIN)/python tests/field.py
+
+# Seeded faults, one by one in a copy of the sources: each must fail a fast test.
+mutants: setup
+	@PYTHONPATH=. $(BIN)/python tests/mutants.py
+
+# The tests with the oldest and the newest supported torch and transformers, each in an environment of its own.
+test-matrix: setup
+	@PYTHONPATH=. $(BIN)/python tests/matrix.py
 
 # Plain against speculative on 60 bench prompts, 10 of each Spec-Bench group; PROMPTS names the file. Fails when the
 # median speed-up is below the floor.
@@ -35,4 +47,4 @@ setup: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info runtime/*.egg-info .pytest_cache .mypy_cache .ruff_cache demo.bundle floors.bundle
+	rm -rf .venv .venv-oldest .venv-newest build *.egg-info runtime/*.egg-info .pytest_cache .mypy_cache .ruff_cache demo.bundle floors.bundle

@@ -19,18 +19,21 @@ from time import monotonic
 ROOT = Path(__file__).parent.parent
 COPIED = ("yggc", "runtime", "tests", "plans", "pyproject.toml")
 LIMIT_S = 600
-LOSSLESS = "tests/test_lossless.py"
+LOSSLESS = "tests/test_lossless.py::"
+OUTPUT = LOSSLESS + "test_output_equals_plain_and_hugging_face"
+CACHES = LOSSLESS + "test_after_every_iteration_both_caches_equal_a_fresh_prefill"
+WINDOWS = LOSSLESS + "test_sliding_windows_count_positions_not_slots"
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault. old: text that occurs once in the file; new: what replaces it; tests: what must fail."""
+    """One fault. old: text that occurs once in the file; new: what replaces it; tests: a test file, or a test of it."""
 
     name: str
     path: str
     old: str
     new: str
-    tests: str = LOSSLESS
+    tests: str = OUTPUT
 
 
 MUTANTS = (
@@ -43,36 +46,42 @@ MUTANTS = (
         "                    output._eos_ids = kept\n"
         "                finished = output.push(token)\n                output._eos_ids = kept\n"
         "                if finished:\n",
+        LOSSLESS + "test_every_token_in_turn_as_eos_stops_at_its_first_occurrence",
     ),
     Mutant(
-        "what follows the end of the text in its iteration is emitted too",
+        "gaps are told of tokens that were not emitted",
         "runtime/yggrt/engine.py",
-        "            tokens += outcome.tokens[:emitted]\n",
-        "            tokens += outcome.tokens\n            recorder.gaps += outcome.gaps[emitted:]\n",
+        "            recorder.gaps += outcome.gaps[:emitted]\n",
+        "            recorder.gaps += outcome.gaps\n",
+        LOSSLESS + "test_every_token_in_turn_as_eos_stops_at_its_first_occurrence",
     ),
     Mutant(
         "trees grow past the context's end",
         "runtime/yggrt/engine.py",
-        "min(shape.draft_depth, self.max_context - num_tokens, remaining - 1)",
-        "min(shape.draft_depth, remaining - 1)",
+        "depth = 0 if plain else min(shape.draft_depth, remaining - 1)",
+        "depth = 0 if plain else shape.draft_depth",
+        LOSSLESS + "test_no_node_of_a_tree_has_a_position_beyond_the_context",
     ),
     Mutant(
         "the drafter is asked beyond its context",
         "runtime/yggrt/engine.py",
         "if depth > 0 and num_tokens + depth > self.drafter_context:",
         "if depth > 0 and num_tokens > 2 * self.drafter_context:",
+        LOSSLESS + "test_past_the_drafters_context_it_decodes_plainly_and_says_so",
     ),
     Mutant(
         "logits that are not numbers pass",
         "runtime/yggrt/engine.py",
         "    if any(gap != gap for gap in gaps):",
         "    if any(gap < 0 for gap in gaps):",
+        LOSSLESS + "test_a_verifier_with_logits_that_are_not_numbers_is_an_error",
     ),
     Mutant(
         "accepted KV rows are not moved",
         "runtime/yggrt/kvcache.py",
         "        self._src[:count] = sources\n",
         "        self._src[:count] = range(first_target, first_target + count)\n",
+        CACHES,
     ),
     Mutant(
         "moves of an earlier step are applied again",
@@ -85,18 +94,21 @@ MUTANTS = (
         "runtime/yggrt/executor.py",
         "[num_tokens + int(cut.nodes[row]) for row in inner]",
         "[num_tokens + row for row in inner]",
+        CACHES,
     ),
     Mutant(
         "the verifier's rows are taken in growth order",
         "runtime/yggrt/executor.py",
         "[num_tokens + row for row in path]",
         "[num_tokens + int(cut.nodes[row]) for row in path]",
+        CACHES,
     ),
     Mutant(
         "a drafter row that never ran counts as committed",
         "runtime/yggrt/executor.py",
         "        inner = path[:-1]\n",
         "        inner = path\n",
+        CACHES,
     ),
     Mutant(
         "rows get places for positions",
@@ -122,24 +134,35 @@ MUTANTS = (
         "runtime/yggrt/masks.py",
         "ancestors & (depths[:, None] - depths[None, :] < self._window)",
         "ancestors & (np.arange(width)[:, None] - np.arange(width)[None, :] < self._window)",
+        WINDOWS,
     ),
     Mutant(
         "a prompt's window is one position too wide",
         "runtime/yggrt/masks.py",
         "        visible &= back < window\n",
         "        visible &= back <= window\n",
+        WINDOWS,
     ),
     Mutant(
         "a window counts slots in the drafter's tree",
         "yggc/graphs.py",
         "torch.where(in_tree, root_position + tree_depths[node], extent - 1)",
         "extent - 1",
+        CACHES,
+    ),
+    Mutant(
+        "a prompt is read into the drafter as if an earlier tree were there",
+        "runtime/yggrt/executor.py",
+        "        self._root[0], self._root[1] = 0, extent.numel()",
+        "        pass",
+        CACHES,
     ),
     Mutant(
         "a drafter's row does not see the token before it",
         "yggc/graphs.py",
         "visible = (slots >= 1) & (slots <= num_visible[:, None])",
         "visible = (slots >= 1) & (slots < num_visible[:, None])",
+        LOSSLESS + "test_a_drafter_that_is_the_verifier_is_always_accepted",
     ),
     Mutant(
         "nodes see their siblings",
@@ -199,12 +222,14 @@ MUTANTS = (
         "runtime/yggrt/text.py",
         "        elif self._cut_at_stop_string():\n",
         "        elif len(self._token_ids) < self._max_new_tokens and self._cut_at_stop_string():\n",
+        "tests/yggrt/test_text.py::test_the_output_equals_the_brute_force_reading",
     ),
     Mutant(
         "a stop string over two tokens is not seen",
         "runtime/yggrt/text.py",
         "            self._release(len(self._held) - self._num_characters_at_risk())\n",
         "            self._release(len(self._held))\n",
+        LOSSLESS + "test_stop_strings_cut_the_same_text_wherever_they_fall",
     ),
     Mutant(
         "a difference passes at any gap",

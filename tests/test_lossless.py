@@ -11,13 +11,13 @@ import random
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from tests import toy
 from tests.yggc.checkpoint_makers import make_tokenizer
 from yggrt.errors import ArtifactError
 from yggrt.text import TextCodec, TextSpec
-from yggrt.tree import TreeShape
+from yggrt.tree import Tree, TreeShape
 
 SHAPES = [
     TreeShape(1, 1, 2),
@@ -36,6 +36,25 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [chance.randrange(3, toy.VOCAB_SIZE) for _ in range(length)]
 
 
+def make_sliding(window: int, seed: int) -> MistralForCausalLM:
+    """A toy whose every layer has a sliding window."""
+    torch.manual_seed(seed)
+    config = MistralConfig(
+        vocab_size=toy.VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, sliding_window=window, initializer_range=0.35,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return MistralForCausalLM(config).eval()
+
+
+def sharpened(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that is surer of its choices, so that trees grow deep."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight *= 4
+    return model
+
+
 def name_of(shape: TreeShape) -> str:
     return f"{shape.draft_width}x{shape.draft_depth}v{shape.verify_width}"
 
@@ -52,6 +71,7 @@ def test_output_equals_plain_and_hugging_face(verifier, shape, kind):
         plain = engine.generate(prompt, max_new_tokens=30, plain=True)
         assert list(speculative.token_ids) == expected
         assert list(plain.token_ids) == expected
+        assert len(speculative.gaps) == len(plain.gaps) == 30
         assert speculative.finish_reason == plain.finish_reason == "length"
 
 
@@ -69,6 +89,7 @@ def test_every_token_in_turn_as_eos_stops_at_its_first_occurrence(verifier, kind
             for plain in (False, True):
                 found = engine.generate(prompt, max_new_tokens=24, plain=plain)
                 assert list(found.token_ids) == expected
+                assert len(found.gaps) == len(expected)
                 assert found.finish_reason == "eos"
     assert engine.generate(prompt, max_new_tokens=24, ignore_eos=True).token_ids == free.token_ids
 
@@ -124,13 +145,36 @@ def test_prompts_up_to_the_context_limit(verifier):
         engine.generate(prompt_of(40))
 
 
+def test_no_node_of_a_tree_has_a_position_beyond_the_context():
+    """Learned positions are rows of a table: one too many is an error or another row."""
+    torch.manual_seed(4)
+    config = GPT2Config(
+        vocab_size=toy.VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=40, initializer_range=0.35,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).eval()
+    engine = toy.make_engine(toy.make_drafter("sometimes", model), model, TreeShape(4, 6, 9), max_context=40)
+    for length in (1, 20, 33, 38, 39):
+        prompt = prompt_of(length)
+        found = engine.generate(prompt, max_new_tokens=100)
+        assert list(found.token_ids) == toy.hf_greedy(model, prompt, 40 - length)
+
+
 @pytest.mark.field(16, 42)
-def test_past_the_drafters_context_it_decodes_plainly_and_says_so(verifier):
+def test_past_the_drafters_context_it_decodes_plainly_and_says_so(verifier, monkeypatch):
     engine = toy.make_engine(toy.make_drafter("always", verifier), verifier, TreeShape(8, 4, 16), drafter_context=20)
-    prompt = prompt_of(10)
+    prompt, reached = prompt_of(10), []
+    draft_tree = engine.decoder.draft_tree
+
+    def watched(tokens: list[int], shape: TreeShape) -> Tree:
+        reached.append(len(tokens) + shape.draft_depth)
+        return draft_tree(tokens, shape)
+
+    monkeypatch.setattr(engine.decoder, "draft_tree", watched)
     found = engine.generate(prompt, max_new_tokens=40)
     assert list(found.token_ids) == toy.hf_greedy(verifier, prompt, 40)
     assert found.stats.notices == ("decoded plainly past the drafter's context of 20 tokens",)
+    assert 15 < max(reached) <= 20
 
 
 @pytest.mark.parametrize("plain_width", [1, 2, 4, 8])
@@ -154,12 +198,16 @@ def test_a_drafter_that_is_the_verifier_is_always_accepted(verifier):
 @pytest.mark.field(4, 5, 24)
 @pytest.mark.parametrize("kind", ["always", "sometimes"])
 @pytest.mark.parametrize("shape", [TreeShape(8, 4, 16), TreeShape(3, 4, 13), TreeShape(1, 4, 5)], ids=name_of)
-def test_after_every_iteration_both_caches_equal_a_fresh_prefill(verifier, shape, kind):
+@pytest.mark.parametrize("model", ["unsure", "sure", "sliding"])
+def test_after_every_iteration_both_caches_equal_a_fresh_prefill(verifier, model, shape, kind):
+    if model != "unsure":
+        verifier = sharpened(make_sliding(window=3, seed=3) if model == "sliding" else verifier)
     drafter = toy.make_drafter(kind, verifier)
     decoder = toy.make_engine(drafter, verifier, shape).decoder
     fresh = toy.make_engine(drafter, verifier, shape).decoder
     tokens = prompt_of(7)
     tokens += decoder.prefill(tokens).tokens
+    most_accepted = 0
     for iteration in range(8):
         depth = iteration % (shape.draft_depth + 1)  # shallower trees and plain steps between full ones
         if depth == 0:
@@ -168,6 +216,7 @@ def test_after_every_iteration_both_caches_equal_a_fresh_prefill(verifier, shape
             width = min(shape.verify_width, 1 + depth * shape.draft_width)
             outcome = decoder.decode_speculative(tokens, TreeShape(shape.draft_width, depth, width))
         tokens += outcome.tokens
+        most_accepted = max(most_accepted, len(outcome.tokens) - 1)
         decoder.flush_moves()
         assert decoder.verifier_cache.num_committed == len(tokens) - 1
         fresh.reset()
@@ -180,18 +229,14 @@ def test_after_every_iteration_both_caches_equal_a_fresh_prefill(verifier, shape
             last = mine.num_committed + 1
             for buffer, expected in zip(mine.buffers, theirs.buffers, strict=True):
                 torch.testing.assert_close(buffer[:, 1:last], expected[:, 1:last], rtol=1e-4, atol=1e-5)
+    if model == "sure" and kind == "always":
+        assert most_accepted == shape.draft_depth  # rows were moved from the deepest nodes too
 
 
 @pytest.mark.parametrize("window", [4, 9, 16])
 @pytest.mark.parametrize("kind", ["always", "never"])
 def test_sliding_windows_count_positions_not_slots(window, kind):
-    torch.manual_seed(1)
-    config = MistralConfig(
-        vocab_size=toy.VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, sliding_window=window, initializer_range=0.35,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = MistralForCausalLM(config).eval()
+    model = make_sliding(window, seed=1)
     engine = toy.make_engine(toy.make_drafter(kind, model), model, TreeShape(8, 4, 16))
     prompt = prompt_of(12)
     expected = toy.hf_greedy(model, prompt, 40)
@@ -200,13 +245,7 @@ def test_sliding_windows_count_positions_not_slots(window, kind):
 
 
 def test_a_self_drafter_with_a_sliding_window_is_always_accepted():
-    torch.manual_seed(2)
-    config = MistralConfig(
-        vocab_size=toy.VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, sliding_window=6, initializer_range=0.35,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = MistralForCausalLM(config).eval()
+    model = make_sliding(window=6, seed=2)
     engine = toy.make_engine(model, model, TreeShape(1, 4, 5), children=1)
     assert engine.generate(prompt_of(12), max_new_tokens=101).stats.acceptance_length == 5.0
 

@@ -11,4 +11,5 @@ def test_a_fault_changes_its_file_and_its_test_exists(mutant):
     changed = mutated(mutant, source)
     assert changed != source
     compile(changed, mutant.path, "exec")
-    assert (ROOT / mutant.tests).is_file()
+    file, _, name = mutant.tests.partition("::")
+    assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8")

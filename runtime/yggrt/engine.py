@@ -422,9 +422,12 @@ class Engine:
             yield finished
 
     def _choose_shape(self, num_tokens: int, remaining: int, plain: bool, recorder: _Recorder) -> TreeShape:
-        """The tree of the next iteration: the plan's, no deeper than the context, the drafter and the budget allow."""
+        """The tree of the next iteration: the plan's, no deeper than the drafter and the budget allow.
+
+        The budget ends with the context at the latest, so no node's position is beyond it.
+        """
         shape = self.shape if self.pace is None else self.pace.shape()
-        depth = 0 if plain else min(shape.draft_depth, self.max_context - num_tokens, remaining - 1)
+        depth = 0 if plain else min(shape.draft_depth, remaining - 1)
         if depth > 0 and num_tokens + depth > self.drafter_context:
             depth = 0
             recorder.notice(f"decoded plainly past the drafter's context of {self.drafter_context} tokens")

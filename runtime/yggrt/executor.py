@@ -227,6 +227,7 @@ class Decoder:
             rows[2] = rows[3] = rows[1] + 1
         ancestors = torch.zeros(width, self.draft.limits.max_nodes, dtype=torch.bool)
         extent = self._extent_tensor(first_position + width + 1)
+        self._root[0], self._root[1] = 0, extent.numel()  # beyond the slots read: none of them is a node's
         self._run_draft((*rows.unbind(), ancestors), self._range(0, 1), self._range(0, 1), self._range(1, 1),
                         self._empty_state, extent)  # fmt: skip
 
