@@ -132,9 +132,11 @@ def _hub_snapshot(hub_id: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, **patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        unreachable = isinstance(error, LocalEntryNotFoundError)
+        reason = "the hub cannot be reached" if unreachable else f"{type(error).__name__}: {one_line(error)}"
         raise CheckpointError(
-            f"{hub_id} is no folder here, is not in the local hub cache, and cannot be fetched "
-            f"({type(error).__name__}: {one_line(error)}); {ACCEPTED}. Download it first, or give a path."
+            f"{hub_id} is no folder here, is not in the local hub cache, and cannot be fetched ({reason}); {ACCEPTED}. "
+            "Download it first, or give a path."
         ) from None
 
 

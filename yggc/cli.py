@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yggrt.errors import YggError
+from yggrt.errors import reason_in_a_line
 
 if TYPE_CHECKING:
     from yggc.build import Build
@@ -125,15 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.handler(options)
         return code
-    except (YggError, ValueError) as error:
-        print(f"yggc: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        place = f": {error.filename}" if error.filename else ""
-        print(f"yggc: {error.strerror or error}{place}", file=sys.stderr)
+    except Exception as error:
+        reason = reason_in_a_line(error)
+        if reason is None:
+            raise
+        print(f"yggc: {reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nyggc: interrupted; nothing partial is left, finished stages are kept", file=sys.stderr)
@@ -163,12 +162,14 @@ def _made_build(options: argparse.Namespace, output: Path | None = None, plan: P
 def _build(options: argparse.Namespace) -> int:
     from yggc.report import format_prediction, format_tried
 
-    report = _made_build(options, options.output, options.plan).emit()
+    build = _made_build(options, options.output, options.plan)
+    report = build.emit()
+    trial = '"Why is the sky blue?"' if build.verifier.chat_template else '--raw "The sky is blue because"'
     lines = [
         format_tried(report.tried),
         f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads",
         format_prediction(report.plan),
-        f'try: yggrt run {report.output} "Why is the sky blue?"',
+        f"try: yggrt run {report.output} {trial}",
     ]
     print("\n".join(line for line in lines if line))
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 from yggrt import import_torch_without_processes
-from yggrt.errors import YggError
+from yggrt.errors import reason_in_a_line
 
 ERASE_LINE = "\r\033[K"
 
@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = make_parser().parse_args(arguments)
+    options = _parse(arguments)
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler_before = signal.signal(signal.SIGTERM, _terminate) if in_main_thread else None
     try:
@@ -72,15 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.handler(options)
         print(end="", flush=True)  # here, where a full disk or a closed pipe is still an error of ours
         return code
-    except (YggError, ValueError) as error:
-        print(f"yggrt: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
     except BrokenPipeError:
         _drop_output()
         return 1
-    except OSError as error:
-        place = f": {error.filename}" if error.filename else ""
-        print(f"yggrt: {error.strerror or error}{place}", file=sys.stderr)
+    except Exception as error:
+        reason = reason_in_a_line(error)
+        if reason is None:
+            raise
+        print(f"yggrt: {reason}", file=sys.stderr)
         try:
             print(end="", flush=True)
         except OSError:
@@ -94,6 +93,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if in_main_thread:
             signal.signal(signal.SIGTERM, handler_before)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """As argparse does, which but for this takes no prompt after a flag that follows the bundle."""
+    parser = make_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if len(rest) == 1 and getattr(options, "prompt", "") is None and (rest[0] == "-" or not rest[0].startswith("-")):
+        options.prompt = rest[0]
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 class _Terminated(BaseException):

@@ -42,3 +42,17 @@ class TextError(YggError):
 
 class TraceFormatError(YggError):
     """A calibration trace is malformed, or of a version this yggc does not read."""
+
+
+def reason_in_a_line(error: Exception) -> str | None:
+    """What the command line says of an error; None for one that no input and no machine explains, a fault of ours."""
+    if isinstance(error, YggError | ValueError):
+        return " ".join(str(error).split())
+    if isinstance(error, OSError):
+        place = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror or error}{place}"
+    if isinstance(error, ImportError):
+        return f"a library cannot be loaded ({' '.join(str(error).split())}); install again, or free memory"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+        return "out of memory; free some, use smaller models, a smaller context or a larger machine"
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from time import sleep
 
 import pytest
 
-from yggc import steps
+from yggc import build as build_module
+from yggc import decide, head_cut, profile, steps
 from yggc.cli import main
 from yggc.config import BuildOptions
 from yggc.progress import Progress
@@ -121,6 +123,34 @@ def test_ctrl_c_leaves_nothing_partial(toy_bundle, tmp_path, monkeypatch, capsys
     left = [path.name.partition("-")[0] for path in cache.iterdir() if path.is_dir()]
     assert sorted(left) == ["head", "kernels"]  # the stages that were finished before
     assert not (tmp_path / "b").exists()
+
+
+STAGES = {
+    "head": (head_cut, "choose_draft_vocabulary"),
+    "profile": (profile, "measure_steps"),
+    "trace": (build_module, "make_trace"),
+    "search": (decide, "search"),
+    "forecast": (decide, "forecast"),
+    "bundle": (build_module, "emit_bundle"),
+}
+
+
+@pytest.mark.field(41)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ctrl_c_in_any_stage_leaves_nothing_partial(toy_bundle, tmp_path, monkeypatch, capsys, stage):
+    cache = tmp_path / "cache"
+    shutil.copytree(toy_bundle.cache, cache, ignore=shutil.ignore_patterns(f"{stage}-*"), copy_function=os.link)
+    monkeypatch.setenv("YGG_CACHE", str(cache))
+    monkeypatch.setattr(build_module, "wait_until_idle", lambda _say: None)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*STAGES[stage], interrupted)
+    assert build_again(toy_bundle, tmp_path / "b") == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert not [path.name for path in cache.iterdir() if path.name.startswith((f"{stage}-", "."))]
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
 @pytest.mark.field(41)

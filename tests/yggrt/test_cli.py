@@ -42,6 +42,8 @@ def test_run_takes_standard_input_and_messages(toy_bundle, capsys, monkeypatch, 
     expected = run(capsys, "run", toy_bundle.path, "the well", "--max-new-tokens", 6)[1]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the well")))
     assert run(capsys, "run", toy_bundle.path, "--max-new-tokens", 6)[1] == expected
+    assert run(capsys, "run", toy_bundle.path, "--max-new-tokens", 6, "the well")[1] == expected
+    assert run(capsys, "run", "--max-new-tokens", 6, toy_bundle.path, "the well")[1] == expected
     messages = tmp_path / "messages.json"
     messages.write_text(json.dumps([{"role": "user", "content": "the well"}]))
     assert run(capsys, "run", toy_bundle.path, "--messages", messages, "--max-new-tokens", 6)[1] == expected
