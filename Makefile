@@ -30,7 +30,7 @@ test-matrix: setup
 PROMPTS ?= ../shared/bench/spec_bench.jsonl
 bench: setup
 	@test -f demo.bundle/bundle.ygg || $(BIN)/python examples/demo.py
-	$(BIN)/yggrt bench demo.bundle --prompts $(PROMPTS) --limit 60 --max-new-tokens 128 --floor 0.95 --json bench.json
+	$(BIN)/yggrt bench demo.bundle --prompts $(PROMPTS) --limit 60 --turns 3 --max-new-tokens 128 --floor 0.95 --json bench.json
 
 # The demo pair's steps in bfloat16 against transformers' own, and the floors they are held to.
 floors: setup

@@ -6,10 +6,11 @@ slots at a time, and no row of logits outlives its chunk. The order of the data 
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ KEPT_SHARE = (0.1, 0.3, 1.0)  # of the slots learned from, by role
 SLOT_WEIGHT = (0.5, 0.5, 1.0)  # of a slot that is learned from, by role
 HELD_OUT_SHARE = 0.02  # of the rows, for measuring agreement
 HELD_OUT_SLOTS = 1 << 17
+DRAWN_TOKENS = 4096  # that stand for all tokens which no target of a step holds; on the CPU
 EMBEDDING_SCALE = 0.05
 MATRIX_SCALE = 0.06
 
@@ -91,6 +93,33 @@ def make_drafter(config: LlamaConfig, verifier_embedding: Tensor, seed: int) -> 
     return drafter
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of the output layer that stand for all of them in one step of training.
+
+    ids:  int64[C]: the targets' tokens, then tokens drawn from all others.
+    bias: float32[C], log of how many tokens each stands for: 0 for the targets' own.
+    """
+
+    ids: Tensor
+    bias: Tensor
+
+
+def draw_columns(wanted: Tensor, vocab_size: int, count: int, generator: torch.Generator) -> Columns:
+    """The tokens wanted and `count` others, which stand for all that are left out.
+
+    wanted: int64, token ids of any shape. The sum of exponentials over the columns has the whole sum as its mean, so
+    that a step costs a fraction and learns the same.
+    """
+    is_wanted = torch.zeros(vocab_size, dtype=torch.bool)
+    is_wanted[wanted.flatten()] = True
+    targets, others = is_wanted.nonzero()[:, 0], (~is_wanted).nonzero()[:, 0]
+    drawn = others[torch.randperm(len(others), generator=generator)[:count]]
+    each = math.log(len(others) / len(drawn)) if len(drawn) else 0.0
+    bias = torch.cat((torch.zeros(len(targets)), torch.full((len(drawn),), each)))
+    return Columns(torch.cat((targets, drawn)), bias)
+
+
 def _head_terms(logits: Tensor, ids: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Summed cross entropy, its gradient before the targets are taken off, and how often the first choice is hit.
 
@@ -106,17 +135,21 @@ def _head_terms(logits: Tensor, ids: Tensor, target: Tensor, scale: Tensor) -> t
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Cross entropy of hidden states through a tied output layer, with gradients made in the forward pass."""
+    """Cross entropy of hidden states through a tied output layer, with gradients made in the forward pass.
+
+    bias: float32[V], added to the logits; None for none.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, target, scale, chunk, terms):
+    def forward(ctx, hidden, weight, ids, target, scale, chunk, terms, bias=None):
         narrow = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight)
         loss = hits = torch.zeros((), device=hidden.device)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            part_loss, gradient, part_hits = terms(hidden[part] @ narrow.T, ids[part], target[part], scale[part])
+            logits = hidden[part] @ narrow.T if bias is None else torch.addmm(bias, hidden[part], narrow.T)
+            part_loss, gradient, part_hits = terms(logits, ids[part], target[part], scale[part])
             gradient.scatter_add_(1, ids[part], (-target[part] * scale[part, None]).to(gradient.dtype))
             hidden_gradient[part] = gradient @ narrow
             weight_gradient += gradient.T @ hidden[part]
@@ -128,7 +161,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_gradient, _):
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return hidden_gradient * loss_gradient, weight_gradient * loss_gradient, None, None, None, None, None
+        return hidden_gradient * loss_gradient, weight_gradient * loss_gradient, None, None, None, None, None, None
 
 
 class Trainer:
@@ -140,7 +173,8 @@ class Trainer:
         self._drafter, self._seed, self._rate = drafter.train(), seed, rate
         self._device = drafter.device
         cuda = self._device.type == "cuda"
-        self.batch_tokens = batch_tokens or (1 << 15 if cuda else 1 << 11)
+        self.batch_tokens = batch_tokens or (1 << 15 if cuda else 1 << 12)
+        self._drawn = 0 if cuda else DRAWN_TOKENS
         self._chunk = 1 << 13 if cuda else 1 << 9
         self._split(blocks)
         self._terms = self._compiled_terms(blocks[0].top_ids.shape[2]) if cuda else _head_terms
@@ -217,7 +251,7 @@ class Trainer:
         scale = self._by_role(SLOT_WEIGHT, roles)[kept]
         target = logprobs[kept].float().exp() * (1 - HARD_SHARE)
         target[:, 0] += HARD_SHARE
-        loss, hits = self._loss(hidden.index_select(0, kept), ids[kept].long(), target, scale)
+        loss, hits = self._loss(hidden.index_select(0, kept), ids[kept].long(), target, scale, generator)
         total = scale.sum().clamp(min=1)
         (loss / total).backward()
         nn.utils.clip_grad_norm_(self._drafter.parameters(), 1.0)
@@ -247,13 +281,24 @@ class Trainer:
         ids, logprobs = block.top_ids.flatten(0, 1), block.top_logprobs.flatten(0, 1)
         return hidden.flatten(0, 1), block.roles.flatten(), ids, logprobs
 
-    def _loss(self, hidden: Tensor, ids: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss over slots, filled up to whole chunks so that a compiled chunk has one shape."""
+    def _loss(
+        self, hidden: Tensor, ids: Tensor, target: Tensor, scale: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Loss over slots, filled up to whole chunks so that a compiled chunk has one shape.
+
+        On the CPU over the columns of `draw_columns` where those are few.
+        """
         missing = -len(hidden) % self._chunk
         hidden, target = nn.functional.pad(hidden, (0, 0, 0, missing)), nn.functional.pad(target, (0, 0, 0, missing))
         ids, scale = nn.functional.pad(ids, (0, 0, 0, missing)), nn.functional.pad(scale, (0, missing))
-        weight = self._drafter.get_input_embeddings().weight
-        return _HeadLoss.apply(hidden, weight, ids, target, scale, self._chunk, self._terms)
+        weight, bias = self._drafter.get_input_embeddings().weight, None
+        if self._drawn:
+            columns = draw_columns(ids, len(weight), self._drawn, generator)
+            if len(columns.ids) < len(weight) // 2:
+                place = torch.zeros(len(weight), dtype=torch.int64)
+                place[columns.ids] = torch.arange(len(columns.ids))
+                weight, bias, ids = weight.index_select(0, columns.ids), columns.bias, place[ids]
+        return _HeadLoss.apply(hidden, weight, ids, target, scale, self._chunk, self._terms, bias)
 
     def recent_loss(self) -> float:
         """Mean loss of the last steps."""

@@ -66,10 +66,12 @@ def run_bench(
     output: Path | None,
     floor: float | None,
     shape: TreeShape | None = None,
+    turns: int = 1,
 ) -> int:
     """Bench a bundle, print a table, write JSON.
 
     shape: a tree for every iteration, in place of what the plan chooses.
+    turns: how often every prompt is answered both ways; each counts.
 
     Returns 1 when the two ways differ beyond a near tie, or the median speedup is below `floor`.
     """
@@ -77,6 +79,8 @@ def run_bench(
         raise ValueError(f"limit {limit}: at least 1 is accepted")
     if max_new_tokens < 2:
         raise ValueError(f"max-new-tokens {max_new_tokens}: at least 2 are needed to measure a time per token")
+    if turns < 1:
+        raise ValueError(f"turns {turns}: at least 1 is accepted")
     chosen = spread_over_categories(read_prompts(prompts), limit)
     if output is not None and not output.resolve().parent.is_dir():
         raise ValueError(f"{output.resolve().parent} does not exist; the figures cannot be written to {output}")
@@ -86,7 +90,7 @@ def run_bench(
         use_shape(engine, shape)
     for notice in engine.bundle.notices:
         print(f"note: {notice}", file=sys.stderr)
-    pairs, differences = answer_both_ways(engine, chosen, max_new_tokens)
+    pairs, differences = answer_both_ways(engine, chosen, max_new_tokens, turns)
     report = summarize(pairs, engine, differences)
     print(format_table(report))
     if shape is None and engine.bundle.plan.prediction is not None:
@@ -111,9 +115,9 @@ def run_bench(
 
 
 def answer_both_ways(
-    engine: Engine, prompts: Sequence[BenchPrompt], max_new_tokens: int
+    engine: Engine, prompts: Sequence[BenchPrompt], max_new_tokens: int, turns: int = 1
 ) -> tuple[list[Pair], list[Difference]]:
-    """Answer every prompt plainly and speculatively, the order changing from one to the next; tells its progress.
+    """Answer all prompts plainly and speculatively, `turns` times, in changing order; tells its progress.
 
     Raises ValueError for a prompt that does not fit, before the first is answered.
     """
@@ -126,13 +130,14 @@ def answer_both_ways(
     for plain in (False, True):  # warms up
         engine.generate(prompts[0].text, max_new_tokens=8, plain=plain, raw=engine.takes_raw_text)
     started = perf_counter()
-    for index, prompt in enumerate(prompts):
-        pair = _answer_both(engine, prompt, max_new_tokens, plain_first=index % 2 == 0)
-        pairs.append(pair)
-        difference = first_difference(index, pair, near_tie)
-        if difference is not None:
-            differences.append(difference)
-        _progress(index + 1, len(prompts), perf_counter() - started, pair)
+    for turn in range(turns):
+        for index, prompt in enumerate(prompts):
+            pair = _answer_both(engine, prompt, max_new_tokens, plain_first=(index + turn) % 2 == 0)
+            pairs.append(pair)
+            difference = first_difference(index, pair, near_tie)
+            if difference is not None:
+                differences.append(difference)
+            _progress(len(pairs), turns * len(prompts), perf_counter() - started, pair)
     return pairs, differences
 
 
@@ -320,13 +325,13 @@ def format_table(report: dict[str, object]) -> str:
     by_category = report["by_category"]
     assert isinstance(by_category, dict)
     rows = [*by_category.items(), ("all", report)]
-    head = f"{'group':<16}{'prompts':>8}{'plain':>12}{'speculative':>13}{'speedup':>9}"
+    head = f"{'group':<16}{'prompts':>8}{'plain':>12}{'speculative':>13}{'speedup':>9}{'quartiles':>12}"
     lines = [head + f"{'accepted':>10}{'host':>7}{'ttft':>9}"]
     for name, figures in rows:
         lines.append(
             f"{name:<16}{figures['prompts']:>8}{_cell(figures['plain']['tokens_per_s'], '.1f', ' t/s'):>12}"
             f"{_cell(figures['speculative']['tokens_per_s'], '.1f', ' t/s'):>13}"
-            f"{_cell(figures['speedup'], '.2f', 'x'):>9}"
+            f"{_cell(figures['speedup'], '.2f', 'x'):>9}{_range(figures['speedup_quartiles']):>12}"
             f"{_cell(figures['acceptance_length'], '.2f'):>10}{_cell(_percent(figures['host_share']), '.1f', '%'):>7}"
             f"{_cell(figures['ttft_s'], '.2f', ' s'):>9}"
         )
@@ -340,6 +345,10 @@ def _percent(share: float | None) -> float | None:
 
 def _cell(value: object, pattern: str, unit: str = "") -> str:
     return "-" if value is None else format(value, pattern) + unit
+
+
+def _range(quartiles: Sequence[float] | None) -> str:
+    return "-" if quartiles is None else f"{quartiles[0]:.2f}-{quartiles[1]:.2f}"
 
 
 def _progress(done: int, total: int, elapsed_s: float, pair: Pair) -> None:

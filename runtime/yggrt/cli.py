@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
                        help='JSON lines: {"prompt"} or Spec-Bench\'s {"category", "turns"}')  # fmt: skip
     bench.add_argument("--limit", type=int, metavar="N", help="this many prompts, spread evenly over the categories")
     bench.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    bench.add_argument("--turns", type=int, default=1, metavar="N", help="answer all prompts N times; default 1")
     bench.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     bench.add_argument("--floor", type=float, metavar="X", help="exit 1 when the median speedup is below X")
     bench.add_argument("--shape", metavar="W,D,V", help="this tree in every iteration, whatever the plan says")
@@ -223,8 +224,9 @@ def _bench(options: argparse.Namespace) -> int:
         raise ValueError("--prompts FILE is needed (or --breakdown)")
     shape = None if options.shape is None else read_shape(options.shape)
     return run_bench(
-        options.bundle, options.prompts, options.limit, options.max_new_tokens, options.json, options.floor, shape
-    )
+        options.bundle, options.prompts, options.limit, options.max_new_tokens, options.json, options.floor, shape,
+        options.turns,
+    )  # fmt: skip
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ from yggc.distill_data import (
     read_openings,
     top_tokens,
 )
-from yggc.distill_training import Trainer, drafter_config, make_drafter
+from yggc.distill_training import Trainer, drafter_config, draw_columns, make_drafter
 
 VOCABULARY = 68
 EOS = 1
@@ -192,6 +192,20 @@ def test_the_head_loss_equals_autograd(checkpoint):
     torch.testing.assert_close(loss, expected)
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, (hidden, weight)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_drawn_columns_stand_for_the_whole_vocabulary():
+    torch.manual_seed(0)
+    logits, wanted = torch.randn(400), torch.tensor([[3, 8], [8, 120]])
+    generator = torch.Generator().manual_seed(1)
+    sums = []
+    for _ in range(300):
+        columns = draw_columns(wanted, 400, 60, generator)
+        assert columns.ids[:3].tolist() == [3, 8, 120] and len(set(columns.ids.tolist())) == 63
+        sums.append((logits[columns.ids] + columns.bias).exp().sum())
+    assert torch.stack(sums).mean().item() == pytest.approx(logits.exp().sum().item(), rel=0.02)
+    everything = draw_columns(wanted, 400, 1000, generator)
+    assert sorted(everything.ids.tolist()) == list(range(400)) and not everything.bias.any()
 
 
 def test_a_distilled_drafter_beats_an_untrained_one_and_loads(options, checkpoint, monkeypatch):

@@ -171,7 +171,8 @@ def test_bench_writes_the_agreed_keys_overall_and_by_category(toy_bundle, tmp_pa
         for key in ("speedup", "acceptance_length", "host_share", "ttft_s", "tpot_s"):
             assert figures[key] > 0
     assert report["predicted_tpot_s"] is None and report["differences"] == []
-    assert run(capsys, *arguments[:4], "--limit", 2, "--max-new-tokens", 12, "--floor", 0)[0] == 0
+    code, out, err = run(capsys, *arguments[:4], "--limit", 2, "--turns", 2, "--max-new-tokens", 12, "--floor", 0)
+    assert code == 0 and "4/4" in err and "all                    4" in out
     code, _, err = run(capsys, *arguments[:4], "--limit", 2, "--max-new-tokens", 12, "--floor", 1000)
     assert code == 1 and "is below the floor of 1000" in err
 
