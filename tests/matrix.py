@@ -1,7 +1,7 @@
 """`make test-matrix`: the suite with the oldest and the newest torch and transformers that yggc accepts.
 
-Each gets an environment of its own, `.venv-oldest` and `.venv-newest`, some 6 GB each. Names of packages given as
-arguments restrict the run: `python tests/matrix.py oldest`.
+Each gets an environment of its own, `.venv-oldest` and `.venv-newest`, some 6 GB each. One alone:
+`python tests/matrix.py oldest`.
 """
 
 from __future__ import annotations
