@@ -27,7 +27,7 @@ EXTENT = 61
 
 BOUNDS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Largest accepted length of the difference of all logits, of the length of the logits, by dtype. Measured on 41 tiny
-families: at most 1e-6 in float32; in bfloat16 at most 0.01, but for a mixture of experts that routes a row elsewhere (0.06).
+families: at most 1e-6 in float32; in bfloat16 at most 0.01, but for a mixture of experts (0.06).
 The demo verifier: 1e-6 and 0.013. An attention that was missed (Doge's) gives 0.2."""
 
 RunRows = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, ...]], Tensor]
