@@ -79,4 +79,7 @@ def with_fixed_shape(plan: Plan) -> Plan:
         plan.policy.draft_vocabulary, FIXED_SHAPE,
     )  # fmt: skip
     graphs = (DraftGraph(FIXED_SHAPE.draft_depth, True, 0.002, 0.001),)
-    return replace(plan, policy=policy, draft_graphs=graphs, token_s=None, prediction=None)
+    return replace(
+        plan, policy=policy, draft_graphs=graphs, token_s=None, depth_network=None, depth_figures=None,
+        prediction=None,
+    )  # fmt: skip

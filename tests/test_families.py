@@ -107,7 +107,7 @@ class Families:
         windows = attention_windows(kept.layouts)
         children = draft.limits.num_children
         decoder = Decoder(
-            Step("verify", verify, verify_inputs(windows, kept.limits, torch.float32), kept.limits),
+            Step("verify", verify, verify_inputs(windows, kept.limits, torch.float32, kept.hidden_size), kept.limits),
             Step("draft", eager_run(draft), draft.inputs, draft.limits),
             {},
             4,

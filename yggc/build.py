@@ -1,4 +1,4 @@
-"""`yggc build`: inspect, head cut, kernels, compile, profile, calibrate, search, emit, report.
+"""`yggc build`: inspect, head cut, kernels, compile, profile, calibrate, search, train depth, emit, report.
 
 Each finished stage is kept and reused; a stage that needs another one runs it first.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from yggc import calibrate, decide, head_cut, profile, search_tree, simulate, steps, trace
+from yggc import calibrate, decide, head_cut, profile, search_tree, simulate, steps, trace, train_depth
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
 from yggc.config import DEFAULT_MAX_CONTEXT, BuildOptions
 from yggc.decide import Decision, Forecast, TriedTree
@@ -26,8 +26,9 @@ from yggc.sources import remember_source
 from yggc.stage_cache import StageCache, cache_folder
 from yggc.steps import CompiledStep, WantedStep, compile_kernels_once, compile_steps, load_engine, wanted_step
 from yggc.trace import CalibrationTrace, PromptSet, make_trace, read_prompt_set, read_trace, shipped_prompts
+from yggc.train_depth import DepthStudy
 from yggc.versions import check_versions
-from yggrt import latency, pace, wire
+from yggrt import depth, latency, pace, wire
 from yggrt.engine import Engine
 from yggrt.errors import BuildError, PairError
 from yggrt.plan import MANIFEST_FILE, CalibrationRecord, Plan, read_plan
@@ -35,18 +36,23 @@ from yggrt.target import Target, detect_target
 
 PROFILE_FORMAT = wire.FileFormat("profile", b"YGGPROF\0", 1, 1, BuildError)
 FORECAST_FORMAT = wire.FileFormat("forecast", b"YGGFCST\0", 1, 1, BuildError)
+DEPTH_FORMAT = wire.FileFormat("depth network", b"YGGDPTH\0", 1, 1, BuildError)
 DECISION_FORMAT = wire.FileFormat("search result", b"YGGSRCH\0", 1, 1, BuildError)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What a build made. num_bytes: size of the bundle; tried: of the search, empty where a plan was given."""
+    """What a build made.
+
+    num_bytes: size of the bundle. tried, study: of the search and the depth; empty and None where a plan was given.
+    """
 
     output: Path
     plan: Plan
     num_bytes: int
     notices: tuple[str, ...]
     tried: tuple[TriedTree, ...]
+    study: DepthStudy | None
 
 
 def build(options: BuildOptions, progress: Progress) -> BuildReport:
@@ -261,6 +267,34 @@ class Build:
         return wire.read_file(DECISION_FORMAT, Decision, entry / "decision.ygg")
 
     @cached_property
+    def depth_study(self) -> DepthStudy | None:
+        """The depth network and what it was compared with; None where nothing is drafted."""
+        decision, measured = self.decision, self.profile
+        if decision.policy.default_shape.draft_depth == 0:
+            return None
+        entry = self._measured(
+            "train-depth", decide, train_depth, simulate, search_tree, pace, depth, decision=repr(decision),
+            profile=repr(measured),
+        )  # fmt: skip
+
+        def run(folder: Path) -> None:
+            uncut = decision.policy.draft_vocabulary is None
+            engine = self.whole_head_engine if uncut and self.whole_head_engine else self.step_engine
+            study = decide.learn_depth(engine, decision, measured, self.trace)
+            (folder / "depth.ygg").write_bytes(wire.encode(DEPTH_FORMAT, study))
+
+        self._kept(entry, "train depth", 25, run)
+        return wire.read_file(DEPTH_FORMAT, DepthStudy, entry / "depth.ygg")
+
+    @property
+    def settled(self) -> Decision:
+        """The search's decision, with what the depth network adds where it is kept."""
+        study = self.depth_study
+        if study is None or study.network is None:
+            return self.decision
+        return replace(self.decision, policy=study.policy, token_s=study.token_s)
+
+    @cached_property
     def fused_steps(self) -> tuple[CompiledStep, ...]:
         """The fused draft of the chosen depth, where it has more than one pass."""
         shape = self.decision.policy.default_shape
@@ -272,17 +306,19 @@ class Build:
 
     @cached_property
     def forecast(self) -> Forecast:
-        decision, measured = self.decision, self.profile
+        decision, measured = self.settled, self.profile
+        network = None if self.depth_study is None else self.depth_study.network
         fused = self.fused_steps
         entry = self._measured(
-            "forecast", decide, profile, simulate, pace, decision=repr(decision), profile=repr(measured),
+            "forecast", decide, profile, simulate, pace, depth, decision=repr(decision), network=repr(network),
+            profile=repr(measured),
             fused=[step.package.parent.name for step in fused],
         )  # fmt: skip
 
         def run(folder: Path) -> None:
             engine = self.engine((*self.steps, *fused))
             engine.decoder.draft_width = decision.policy.draft_width
-            made = decide.forecast(engine, decision, measured, self.trace)
+            made = decide.forecast(engine, decision, network, measured, self.trace)
             (folder / "forecast.ygg").write_bytes(wire.encode(FORECAST_FORMAT, made))
 
         self._kept(entry, "predict", 15, run)
@@ -294,11 +330,11 @@ class Build:
         """The decisions: those of the plan that was given, or of the search."""
         if self.given is not None:
             return self.given
-        decision, made = self.decision, self.forecast
+        decision, made = self.settled, self.forecast
         record = CalibrationRecord(self.trace.name, self.trace.sha256, len(self.trace.texts), self.trace.num_tokens)
         return make_plan(
-            self.options, self.target, self.steps, (self.drafter, self.verifier), self.max_context, decision, made,
-            self.profile.host, record,
+            self.options, self.target, self.steps, (self.drafter, self.verifier), self.max_context, decision,
+            self.depth_study, made, self.profile.host, record,
         )  # fmt: skip
 
     def emit(self) -> BuildReport:
@@ -317,7 +353,8 @@ class Build:
         tried = () if self.given is not None else self.decision.tried
         if self.given is None and self.decision.reason:
             self._notice(self.decision.reason)
-        return BuildReport(self.output, plan, num_bytes, tuple(self.notices), tried)
+        study = None if self.given is not None else self.depth_study
+        return BuildReport(self.output, plan, num_bytes, tuple(self.notices), tried, study)
 
 
 def _options_of(plan: Plan, options: BuildOptions) -> BuildOptions:

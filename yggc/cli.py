@@ -34,11 +34,12 @@ def make_parser() -> argparse.ArgumentParser:
     for name, help_text, handler in (
         ("profile", "how long the steps of a pair take here", _profile),
         ("calibrate", "how well a drafter knows what its verifier says", _calibrate),
+        ("train-depth", "learn which draft depth pays where, and whether that beats a fixed one", _train_depth),
         ("search", "which trees are fastest for a pair: a build up to its plan", _search),
     ):
         stage = commands.add_parser(name, help=help_text)
         _add_build(stage)
-        what = {"calibrate": "the trace", "search": "the plan"}.get(name)
+        what = {"calibrate": "the trace", "train-depth": "the network (ONNX)", "search": "the plan"}.get(name)
         if what is not None:
             stage.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"write {what} there too")
         stage.set_defaults(handler=handler)
@@ -59,6 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     compare = commands.add_parser("compare", help="a bundle against transformers with the same models")
     _add_bundle_and_prompts(compare)
+    compare.add_argument(
+        "--ablation", action="store_true", help="instead, what compilation, pruning and the learned depth each add"
+    )
     compare.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     compare.add_argument("--drafter", metavar="D", help="default: what the bundle was built from on this machine")
     compare.add_argument("--verifier", metavar="V", help="likewise")
@@ -160,13 +164,14 @@ def _made_build(options: argparse.Namespace, output: Path | None = None, plan: P
 
 
 def _build(options: argparse.Namespace) -> int:
-    from yggc.report import format_prediction, format_tried
+    from yggc.report import format_depth, format_prediction, format_tried
 
     build = _made_build(options, options.output, options.plan)
     report = build.emit()
     trial = '"Why is the sky blue?"' if build.verifier.chat_template else '--raw "The sky is blue because"'
     lines = [
         format_tried(report.tried),
+        "" if report.study is None else format_depth(report.study),
         f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads",
         format_prediction(report.plan),
         f"try: yggrt run {report.output} {trial}",
@@ -194,8 +199,25 @@ def _calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _train_depth(options: argparse.Namespace) -> int:
+    from yggc.depth_onnx import write_onnx
+    from yggc.report import format_depth
+
+    _check_place(options.output)
+    build = _made_build(options)
+    study = build.depth_study
+    print(build.decision.reason if study is None else format_depth(study))
+    if options.output is not None:
+        if study is None or study.network is None:
+            print(f"yggc: {options.output} is not written: there is no depth network to keep", file=sys.stderr)
+            return 1
+        write_onnx(options.output, study.network)
+    return 0
+
+
 def _search(options: argparse.Namespace) -> int:
-    from yggc.report import format_decision, format_prediction
+    from yggc.depth_onnx import ONNX_FILE, write_onnx
+    from yggc.report import format_decision, format_depth, format_prediction
     from yggrt.plan import write_plan
 
     _check_place(options.output)
@@ -203,7 +225,10 @@ def _search(options: argparse.Namespace) -> int:
     plan = build.plan()
     if options.output is not None:
         write_plan(options.output, plan)
-    print("\n".join((format_decision(build.decision), format_prediction(plan))))
+        if plan.depth_network is not None:
+            write_onnx(options.output.with_name(ONNX_FILE), plan.depth_network)
+    depth = () if build.depth_study is None else (format_depth(build.depth_study),)
+    print("\n".join((format_decision(build.decision), *depth, format_prediction(plan))))
     return 0
 
 
@@ -236,6 +261,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    from yggc.ablation import ablate, format_ablation
     from yggc.compare import CompareOptions, compare, format_table
 
     wanted = CompareOptions(
@@ -247,8 +273,9 @@ def _compare(options: argparse.Namespace) -> int:
         drafter=options.drafter,
         verifier=options.verifier,
     )
-    report = compare(wanted, lambda line: print(line, file=sys.stderr, flush=True))
-    print(format_table(report))
+    run, show = (ablate, format_ablation) if options.ablation else (compare, format_table)
+    report = run(wanted, lambda line: print(line, file=sys.stderr, flush=True))
+    print(show(report))
     return 1 if report["failures"] else 0
 
 

@@ -181,7 +181,7 @@ class Ways:
 
     def answer_all(self, index: int, prompt: bench.BenchPrompt, max_new_tokens: int) -> Record:
         """One prompt in all ways; which comes first rotates with the index."""
-        prompt_ids = self.engine.encode_prompt(prompt.text)
+        prompt_ids = self.engine.encode_prompt(prompt.text, self.engine.takes_raw_text)
         first = index % len(WAYS)
         answers = {way: self.answer(way, prompt_ids, max_new_tokens) for way in (*WAYS[first:], *WAYS[:first])}
         return Record(index, bench.group_of(prompt.category), len(prompt_ids), tuple(answers[way] for way in WAYS))
@@ -201,7 +201,7 @@ def compare(options: CompareOptions, say: Callable[[str], None]) -> dict[str, An
     for notice in bundle.notices:
         say(f"note: {notice}")
     for prompt in chosen:  # a prompt that does not fit is said before a model is loaded
-        engine.encode_prompt(prompt.text)
+        engine.encode_prompt(prompt.text, engine.takes_raw_text)
     drafter, verifier = find_checkpoints(bundle, options)
     say(f"loading {drafter.name} and {verifier.name} into transformers")
     dtype = getattr(torch, bundle.manifest.dtype)
@@ -265,7 +265,7 @@ def _measure(
         record = ways.answer_all(index, prompt, max_new_tokens)
         records.append(record)
         done, elapsed = index + 1, perf_counter() - started
-        speeds = ", ".join(f"{_cell(record.ratio(*pair), 'x')} {pair[1]}" for pair in RATIOS[:3])
+        speeds = ", ".join(f"{cell(record.ratio(*pair), 'x')} {pair[1]}" for pair in RATIOS[:3])
         left = elapsed / done * (len(prompts) - done)
         say(f"  {done}/{len(prompts)} {record.category}: {speeds}, {elapsed:.0f} s elapsed, about {left:.0f} s left")
     return records
@@ -324,12 +324,12 @@ def format_table(report: dict[str, Any]) -> str:
     names = "".join(f"{way:>14}" for way in WAYS)
     lines = [f"{'tokens/s':<16}{'prompts':>8}{names}{'accepted':>10}{'by hf':>7}"]
     for name, figures in rows:
-        speeds = "".join(f"{_cell(figures[way]['tokens_per_s'], '', 1):>14}" for way in WAYS)
-        ours, theirs = (_cell(figures[way]["acceptance_length"]) for way in ("speculative", "hf assisted"))
+        speeds = "".join(f"{cell(figures[way]['tokens_per_s'], '', 1):>14}" for way in WAYS)
+        ours, theirs = (cell(figures[way]["acceptance_length"]) for way in ("speculative", "hf assisted"))
         lines.append(f"{name:<16}{figures['prompts']:>8}{speeds}{ours:>10}{theirs:>7}")
     lines.append(f"\n{'speed of':<16}" + "".join(f"{'/'.join(pair):>25}" for pair in RATIOS))
     for name, figures in rows:
-        lines.append(f"{name:<16}" + "".join(f"{_interval(ratio):>25}" for ratio in figures["ratios"].values()))
+        lines.append(f"{name:<16}" + "".join(f"{interval(ratio):>25}" for ratio in figures["ratios"].values()))
     lines.append(
         "\nhf: transformers with the same checkpoints; accepted: tokens per verifier call, bonus token included\n"
         "speed of A/B: median of per-prompt ratios [its 95 % interval], above 1 where A is faster"
@@ -350,9 +350,11 @@ def _identical(report: dict[str, Any], way: str) -> str:
     return f"{count} ({beyond} beyond a near tie)" if beyond else count
 
 
-def _interval(ratio: dict[str, Any] | None) -> str:
+def interval(ratio: dict[str, Any] | None) -> str:
+    """A ratio of `median_with_interval` for people."""
     return "-" if ratio is None else f"{ratio['median']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
-def _cell(value: float | None, unit: str = "", digits: int = 2) -> str:
+def cell(value: float | None, unit: str = "", digits: int = 2) -> str:
+    """A figure of a table; a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}{unit}"

@@ -1,4 +1,4 @@
-"""The decisions of a build: the acceptance table, the trees, and what they will give.
+"""The decisions of a build: the acceptance table, the trees, how their depth is chosen, and what they will give.
 
 `search` looks at the calibration's text to choose, `forecast` at the held-out part alone to predict.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from yggc import calibrate, profile, search_tree
+from yggc import calibrate, profile, search_tree, train_depth
 from yggc.config import DRAFT_WIDTHS, draft_depths
 from yggc.profile import LatencyProfile, plain_width
 from yggc.search_tree import Candidate, policy_of, reason_for_plain, score
 from yggc.simulate import GrownText, Prices, add_up, grow_text, replay
 from yggc.trace import CalibrationTrace, TracedText, redrafted
 from yggrt.bundle import table_tensor
+from yggrt.depth import DepthNetwork
 from yggrt.engine import Engine
+from yggrt.kvcache import EXTENT_BUCKET
 from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.pace import Pace
 from yggrt.plan import AcceptanceTable, DraftGraph, Prediction, TreePolicy
@@ -23,6 +25,9 @@ from yggrt.tree import TreeShape
 
 SCREENED_TEXTS = 10
 """Texts, spread over the categories, that every candidate tree is tried on."""
+
+GROWTH_S = 20.0
+"""Most that growing trees for the depth network may take; it then learns from fewer texts."""
 
 HEAD_TEXTS = 24
 """Texts that the drafter's whole output layer is tried on beside the cut one, with the best tree."""
@@ -125,7 +130,7 @@ def _price_whole_head(
     ranking = (*decision.tried, _tried(whole, whole_head=True))
     if whole.simulated.tpot_s >= cut.simulated.tpot_s or whole.speedup < search_tree.SMALLEST_GAIN:
         return replace(decision, tried=ranking)
-    widths = search_tree.used_widths(whole, grown, prices)
+    widths = search_tree.used_widths(whole.depth, grown, replace(prices, token_s=whole.token_s))
     return Decision(policy_of(candidate, depth, widths, None), table, whole.token_s, "", ranking[-1:] + ranking[:-1])
 
 
@@ -178,17 +183,51 @@ def _tried(entry: search_tree.Scored, whole_head: bool = False) -> TriedTree:
     )
 
 
-def forecast(engine: Engine, decision: Decision, measured: LatencyProfile, traced: CalibrationTrace) -> Forecast:
+def learn_depth(
+    engine: Engine, decision: Decision, measured: LatencyProfile, traced: CalibrationTrace
+) -> train_depth.DepthStudy:
+    """Train the depth network for the trees of a decision that speculates. engine: with the drafter it chose."""
+    policy = decision.policy
+    prices = replace(_open_prices(measured, _points(measured, policy)), token_s=decision.token_s)
+    limits = engine.decoder.draft.limits
+    menu = train_depth.depth_menu(
+        policy.default_shape.draft_depth, draft_depths(policy.draft_width, limits.max_nodes)
+    )  # fmt: skip
+    candidate = Candidate(policy.draft_width, policy.children_per_node)
+    longest = max(len(text.answer_ids) for text in traced.fit)
+    text_s = longest * prices.times.draft_s(policy.draft_width, menu[-1], EXTENT_BUCKET)
+    texts = spread(traced.fit, max(SCREENED_TEXTS, int(GROWTH_S / text_s)))
+    grown = _grown(engine, texts, candidate, menu[-1], decision.table)
+    held_out_grown = _grown(engine, traced.held_out, candidate, menu[-1], decision.table)
+    return train_depth.study_depth(texts, grown, traced.held_out, held_out_grown, policy, menu, prices)
+
+
+def _points(measured: LatencyProfile, policy: TreePolicy) -> tuple[LatencyPoint, ...]:
+    """The curves with the drafter's output layer as the policy has it."""
+    uncut = bool(measured.whole_head) and policy.draft_vocabulary is None
+    return measured.points_of_whole_head if uncut else measured.points
+
+
+def forecast(
+    engine: Engine,
+    decision: Decision,
+    network: DepthNetwork | None,
+    measured: LatencyProfile,
+    traced: CalibrationTrace,
+) -> Forecast:
     """Time the fused drafts, and predict on held-out text what the runtime will do with its own choices."""
     policy, shape = decision.policy, decision.policy.default_shape
-    uncut = bool(measured.whole_head) and policy.draft_vocabulary is None
     graphs = profile.time_drafts(engine)
-    points = profile.with_fused(measured.points_of_whole_head if uncut else measured.points, graphs, policy.draft_width)
+    points = profile.with_fused(_points(measured, policy), graphs, policy.draft_width)
     rows = plain_width(points)
     prices = Prices(StepTimes(points), measured.host, rows, policy.verify_widths, decision.token_s)
-    chooser = Pace(policy, prices.times, measured.host, rows, decision.token_s)
+    chooser = Pace(policy, prices.times, measured.host, rows, decision.token_s, network)
     table = table_tensor(decision.table, policy.children_per_node)
-    grown = [grow_text(engine, text, replace(shape, verify_width=1), table) for text in traced.held_out]
-    simulated = add_up([replay(text, shape.draft_depth, prices, chooser) for text in grown])
+    deepest = TreeShape(policy.draft_width, policy.draft_depths[-1], 1)
+    parts = []
+    for text in traced.held_out:
+        expected = None if network is None else network.expected_tokens(text.hidden)
+        parts.append(replay(grow_text(engine, text, deepest, table), shape.draft_depth, prices, chooser, expected))
+    simulated = add_up(parts)
     prediction = Prediction(simulated.tpot_s, simulated.plain_tpot_s, simulated.tokens_per_iteration)
     return Forecast(graphs, points, prediction)

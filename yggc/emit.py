@@ -18,9 +18,11 @@ from yggc import __version__
 from yggc.checkpoints import Checkpoint
 from yggc.config import BuildOptions
 from yggc.decide import Decision, Forecast
+from yggc.depth_onnx import ONNX_FILE, write_onnx
 from yggc.profile import plain_width
 from yggc.stage_cache import place_folder, remove_abandoned
 from yggc.steps import KERNELS_FILE, CompiledStep
+from yggc.train_depth import DepthStudy
 from yggrt.artifacts import STEP_ABI_VERSION
 from yggrt.bundle import TOKENIZER_FILE
 from yggrt.errors import BuildError
@@ -50,11 +52,12 @@ def make_plan(
     pair: tuple[Checkpoint, Checkpoint],
     max_context: int,
     decision: Decision,
+    study: DepthStudy | None,
     forecast: Forecast,
     host: HostSeconds,
     calibration: CalibrationRecord,
 ) -> Plan:
-    """The decisions of a build, with the measurements they rest on. pair: drafter and verifier."""
+    """The decisions of a build, with the measurements they rest on. pair: drafter and verifier; study: of the depth."""
     verify, draft = steps[:2]
     policy = decision.policy
     return Plan(
@@ -73,6 +76,8 @@ def make_plan(
         curves=forecast.points,
         host=host,
         token_s=decision.token_s,
+        depth_network=None if study is None else study.network,
+        depth_figures=None if study is None else study.figures,
         calibration=calibration,
         prediction=forecast.prediction,
         provenance=Provenance(__version__, str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")),
@@ -106,7 +111,10 @@ def emit_bundle(
         shutil.copyfile(kernels, scratch / KERNELS_FILE)
         verifier.tokenizer.save(str(scratch / TOKENIZER_FILE))
         write_plan(scratch / PLAN_FILE, plan)
-        others = (PLAN_FILE, TOKENIZER_FILE, KERNELS_FILE, *(_weights_file(step.role) for step in (verify, draft)))
+        others = [PLAN_FILE, TOKENIZER_FILE, KERNELS_FILE, *(_weights_file(step.role) for step in (verify, draft))]
+        if plan.depth_network is not None:
+            write_onnx(scratch / ONNX_FILE, plan.depth_network)
+            others.append(ONNX_FILE)
         manifest = Manifest(
             step_abi_version=STEP_ABI_VERSION,
             torch_version=release(torch.__version__),

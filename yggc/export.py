@@ -60,8 +60,13 @@ class StepModule:
 def verify_step(model: PreTrainedModel, vocab_size: int, limits: StepLimits) -> StepModule:
     """The verifier's step. vocab_size: tokens of the tokenizer; logits beyond it are cut off."""
     layouts = layer_layouts(model)
-    inputs = verify_inputs(attention_windows(layouts), limits, model.dtype)
+    inputs = verify_inputs(attention_windows(layouts), limits, model.dtype, hidden_size(model))
     return StepModule("verify", VerifyStep(model, layouts, vocab_size).eval(), inputs, layouts, limits, model.dtype)
+
+
+def hidden_size(model: PreTrainedModel) -> int:
+    """H, what the output layer reads: not always the size between the layers."""
+    return int(model.get_output_embeddings().weight.shape[1])
 
 
 def draft_pass(

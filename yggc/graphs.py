@@ -5,7 +5,7 @@ the KV cache itself: it writes this step's rows at their slots and attends to th
 transformers is involved, and no code here knows a model family.
 
 Invariant: a step reads the KV rows it moves before it writes any, and writes only at `move_dst` and `slots`.
-Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v1).
+Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v2).
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _CausalStep(nn.Module):
 
 
 class VerifyStep(_CausalStep):
-    """One verifier step over W rows: argmax [W], top-2 gap [W], hidden [W, H], logits [W, V]."""
+    """One verifier step over W rows; its outputs are `yggrt.artifacts.VERIFY_OUTPUTS`."""
 
     def forward(
         self,
@@ -181,14 +181,18 @@ class VerifyStep(_CausalStep):
         masks: tuple[Tensor, ...],
         move_src: Tensor,
         move_dst: Tensor,
+        depth_first: Tensor,
+        depth_second: Tensor,
         kv_buffers: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         logits, hidden = self.run_model(tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, None)
         best, choice = logits.max(dim=-1)
         columns = torch.arange(logits.shape[1], device=logits.device)
         others = logits.masked_fill(columns == choice[:, None], -torch.inf)  # fused into the reduction, never written
         gap = best.float() - others.amax(dim=-1).float()
-        return choice, gap, hidden, logits
+        units = torch.addmm(depth_first[-1], hidden.float(), depth_first[:-1]).relu()
+        expected = torch.addmm(depth_second[-1], units, depth_second[:-1])
+        return choice, gap, hidden, logits, expected
 
 
 class DraftPass(_CausalStep):

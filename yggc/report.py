@@ -9,11 +9,12 @@ from pathlib import Path
 from yggc.decide import Decision, TriedTree
 from yggc.profile import LatencyProfile
 from yggc.trace import ANSWER_TOKENS, CalibrationTrace, TracedText, read_prompt_set, shipped_prompts
+from yggc.train_depth import DepthStudy
 from yggrt.bench import BenchPrompt, answer_both_ways, beside_prediction, difference_lines, format_table, summarize
 from yggrt.bundle import load
 from yggrt.engine import Engine
 from yggrt.plan import Plan
-from yggrt.show import describe_prediction
+from yggrt.show import describe_depth_figures, describe_prediction
 
 TREES_SHOWN = 5
 """Of those the search tried, the fastest."""
@@ -81,6 +82,19 @@ def format_decision(decision: Decision) -> str:
         f"children a node, verifying {', '.join(map(str, policy.verify_widths))} rows"
     )
     return "\n".join(part for part in (format_tried(decision.tried), chosen) if part)
+
+
+def format_depth(study: DepthStudy) -> str:
+    """The ways to choose the draft depth, and which of them the plan keeps."""
+    figures = study.figures
+    lines = [
+        f"depth, {describe_depth_figures(figures)}",
+        f"the depth network expects {figures.promised:.2f} tokens per iteration of its choices; "
+        f"{figures.emitted:.2f} came",
+    ]
+    network = study.network
+    lines.append(study.reason if network is None else f"kept: depths {', '.join(map(str, network.depths))}, learned")
+    return "\n".join(lines)
 
 
 def format_prediction(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from yggc.simulate import GrownText, Prices, Simulated, add_up, outcomes, replay
-from yggrt.pace import Pace
+from yggrt.pace import Pace, depths_to_fall_back_to
 from yggrt.plan import TreePolicy
 from yggrt.tree import TreeShape
 
@@ -163,14 +163,15 @@ def search_tree(depths_of: Mapping[Candidate, Sequence[int]], grow: Grow, prices
     ranking = tuple(
         entry for group in (finals, others) for entry in sorted(group, key=lambda entry: entry.simulated.tpot_s)
     )
-    widths = (1,) if chosen.depth == 0 else used_widths(chosen, menus[chosen.candidate], prices)
+    widths: tuple[int, ...] = (1,)
+    if chosen.depth:
+        widths = used_widths(chosen.depth, menus[chosen.candidate], replace(prices, token_s=chosen.token_s))
     return TreeSearch(chosen, ranking, widths)
 
 
-def used_widths(chosen: Scored, texts: Sequence[GrownText], prices: Prices, share: float = 0.01) -> tuple[int, ...]:
-    """The menu: measured widths up to the largest that at least `share` of the roots ask for."""
-    priced = replace(prices, token_s=chosen.token_s)
-    asked = sorted(int(width) for text in texts for width in outcomes(text, chosen.depth, priced).verified)
+def used_widths(depth: int, texts: Sequence[GrownText], prices: Prices, share: float = 0.01) -> tuple[int, ...]:
+    """The menu: measured widths up to the largest that at least `share` of the roots ask for. prices: with lambda."""
+    asked = sorted(int(width) for text in texts for width in outcomes(text, depth, prices).verified)
     largest = asked[min(len(asked) - 1, int(len(asked) * (1 - share)))]
     return tuple(width for width in prices.verify_widths if width < largest) + (largest,)
 
@@ -178,14 +179,11 @@ def used_widths(chosen: Scored, texts: Sequence[GrownText], prices: Prices, shar
 def policy_of(
     candidate: Candidate, depth: int, verify_widths: tuple[int, ...], vocabulary: tuple[int, ...] | None
 ) -> TreePolicy:
-    """The plan's policy: depths to fall back to are halves of the chosen one, down to plain decoding."""
-    depths, shallower = {0}, depth
-    while shallower > 0:
-        depths.add(shallower)
-        shallower //= 2
+    """The plan's policy, with the depths to fall back to."""
     width = candidate.draft_width if depth else 1
     shape = TreeShape(width, depth, verify_widths[-1])
-    return TreePolicy(width, tuple(sorted(depths)), verify_widths, candidate.children_per_node, vocabulary, shape)
+    depths = depths_to_fall_back_to(depth)
+    return TreePolicy(width, depths, verify_widths, candidate.children_per_node, vocabulary, shape)
 
 
 def reason_for_plain(search: TreeSearch) -> str:

@@ -116,6 +116,10 @@ class Prices:
         """Seconds of a plain iteration."""
         return float(self.times.verify_s([self.plain_width], extent)[0]) + self.host.plain_s
 
+    def reading_s(self, draft_width: int, extent: int) -> float:
+        """Seconds the drafter needs to read what was decoded plainly, before it drafts again."""
+        return self.times.draft_s(draft_width, 1, extent)
+
 
 def outcomes(grown: GrownText, depth: int, prices: Prices) -> Outcomes:
     """Cut and accept at every root as the runtime does, see `yggrt.pace.Pace.verify_width`."""
@@ -183,30 +187,45 @@ def add_up(parts: Sequence[Simulated]) -> Simulated:
     )
 
 
-ChooseDepth = Callable[[], int]
-Observe = Callable[[int, int, int, int], None]
+def replay(
+    grown: GrownText,
+    depth: int | NDArray[np.int64],
+    prices: Prices,
+    pace: Pace | None = None,
+    expected: NDArray[np.float32] | None = None,
+) -> Simulated:
+    """One text from its first root on, with trees of `depth`, or of the depths that `pace` asks for.
 
-
-def replay(grown: GrownText, depth: int, prices: Prices, pace: Pace | None = None) -> Simulated:
-    """One text from its first root on, with trees of `depth`, or of the depths that `pace` asks for."""
+    depth:    of all trees, or of those at each root, int64[T - 1].
+    expected: float32[at least T - 1, DEPTH_HEADS], what the depth network says at each root, where `pace` has one.
+    """
     plain = outcomes(grown, 0, prices)
+    by_root = np.broadcast_to(depth, grown.num_roots)
+    nothing = np.zeros(0, np.float32)
+    plain_extents = extents_of(grown, 1, prices)
     by_depth = {0: plain}
     if pace is not None:
         pace.start()
     tokens = iterations = 0
     seconds = 0.0
+    behind = False
     while tokens < grown.num_roots:
-        wanted = depth if pace is None else pace.shape().draft_depth
+        plain_extent = int(plain_extents[tokens])
+        wanted = int(by_root[tokens])
+        if pace is not None:
+            wanted = pace.shape(nothing if expected is None else expected[tokens], plain_extent).draft_depth
         wanted = min(wanted, grown.budget - 1 - tokens - 1)  # the budget's end, as the engine sees it
         if wanted not in by_depth:
             by_depth[wanted] = outcomes(grown, wanted, prices)
         here = by_depth[wanted]
         emitted = min(int(here.emitted[tokens]), grown.num_roots - tokens)
         if pace is not None:
-            capacity = 1 + grown.draft_width * wanted
-            extent = int(extents_of(grown, capacity if wanted else 1, prices)[tokens])
+            extent = int(extents_of(grown, 1 + grown.draft_width * wanted, prices)[tokens]) if wanted else plain_extent
             pace.observe(wanted, int(here.verified[tokens]), extent, emitted)
         seconds += float(here.seconds[tokens])
+        if wanted and behind:
+            seconds += prices.reading_s(grown.draft_width, plain_extent)
+        behind = wanted == 0
         tokens += emitted
         iterations += 1
     return Simulated(tokens, iterations, seconds, float(plain.seconds.sum()))

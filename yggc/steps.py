@@ -302,7 +302,7 @@ def compile_one(wanted: WantedStep, folder: Path, kernels: Path) -> None:
         ) from error
     record = {
         "layouts": [asdict(layout) for layout in step.layouts],
-        "hidden_size": model.config.get_text_config().hidden_size,
+        "hidden_size": export.hidden_size(model),
     }
     (folder / RECORD_FILE).write_text(json.dumps(record))
 
@@ -353,7 +353,7 @@ def load_engine(
     assert verify.weights is not None and draft.weights is not None
     verify_weights, draft_weights = load_weights(verify.weights), load_weights(draft.weights)
     inputs = {
-        "verify": verify_inputs(attention_windows(verify.layouts), verify.limits, dtype),
+        "verify": verify_inputs(attention_windows(verify.layouts), verify.limits, dtype, verify.hidden_size),
         "draft": draft_inputs(draft.limits),
     }
     loaded = {

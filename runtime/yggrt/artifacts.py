@@ -1,4 +1,4 @@
-"""Step ABI v1 and the compiled artifacts that speak it.
+"""Step ABI v2 and the compiled artifacts that speak it.
 
 An artifact is one AOTInductor package: code alone. Its weights are given to it and shared with other artifacts of the
 same model, and its hot loops are called in a library of kernels. It takes a flat list of tensors in the order written
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from yggrt.errors import ArtifactError
 
-STEP_ABI_VERSION = 1
+STEP_ABI_VERSION = 2
 
 ROWS_PREFIX = "rows_"
 """Begins the name of a constant of which a step reads a few rows, an embedding; it reads the others whole."""
@@ -34,6 +34,10 @@ MASK_VALUE = -30000.0
 
 LOG_Q_MIN = math.log(1e-4)
 """Lowest log q the acceptance table distinguishes, at its first knot; the last knot is log q = 0."""
+
+
+DEPTH_UNITS, DEPTH_HEADS = 32, 8
+"""Of the depth network that `verify` evaluates: hidden units, and depths it can speak of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,9 @@ class TensorSpec:
     sizes: tuple[int | str, ...]
 
 
-VERIFY_OUTPUTS = ("argmax", "gap", "hidden", "logits")
-"""argmax int64[W]; gap float32[W], best minus second-best logit; hidden [W, H]; logits [W, V]."""
+VERIFY_OUTPUTS = ("argmax", "gap", "hidden", "logits", "expected_tokens")
+"""argmax int64[W]; gap float32[W], best minus second-best logit; hidden [W, H]; logits [W, V]; expected_tokens
+float32[W, DEPTH_HEADS], see `yggrt.depth`."""
 
 DRAFT_ROWS = ("tokens", "positions", "slots", "num_visible", "row_ancestors")
 """Inputs that describe the rows to run; a pass returns those of the rows the next pass runs, under the same names."""
@@ -112,14 +117,17 @@ DRAFT_STATE = (
 """The growth state, input and output of every pass."""
 
 
-def verify_inputs(windows: tuple[int | None, ...], limits: StepLimits, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+def verify_inputs(
+    windows: tuple[int | None, ...], limits: StepLimits, dtype: torch.dtype, hidden_size: int
+) -> tuple[TensorSpec, ...]:
     """Inputs of `verify` ahead of the KV buffers.
 
     tokens, positions, slots: the W rows to run; padding rows have slot 0 and see only slot 0.
     mask: additive, one per kind of attention; no row is fully masked.
     move_src, move_dst: KV rows copied before the step, all read before any is written; unused entries are 0 → 0.
+    depth_first, depth_second: the layers of the depth network; zeros where there is none.
     """
-    index = torch.int64
+    index, real = torch.int64, torch.float32
     return (
         TensorSpec("tokens", index, ("W",)),
         TensorSpec("positions", index, ("W",)),
@@ -127,6 +135,8 @@ def verify_inputs(windows: tuple[int | None, ...], limits: StepLimits, dtype: to
         *(TensorSpec(f"mask.{kind}", dtype, ("W", "S")) for kind in range(len(windows))),
         TensorSpec("move_src", index, (limits.max_moves,)),
         TensorSpec("move_dst", index, (limits.max_moves,)),
+        TensorSpec("depth_first", real, (hidden_size + 1, DEPTH_UNITS)),
+        TensorSpec("depth_second", real, (DEPTH_UNITS + 1, DEPTH_HEADS)),
     )
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -290,6 +291,7 @@ def summarize(pairs: Sequence[Pair], engine: Engine, differences: Sequence[Diffe
 def _figures(pairs: Sequence[Pair]) -> dict[str, object]:
     speedups = sorted(pair.speedup for pair in pairs if pair.speedup is not None)
     iterations = sum(pair.speculative.stats.iterations for pair in pairs)
+    depths = _depth_counts(pairs)
     emitted = sum(pair.speculative.stats.acceptance_length * pair.speculative.stats.iterations for pair in pairs)
     return {
         "prompts": len(pairs),
@@ -298,10 +300,18 @@ def _figures(pairs: Sequence[Pair]) -> dict[str, object]:
         "speedup": median(speedups) if speedups else None,
         "speedup_quartiles": [speedups[len(speedups) // 4], speedups[3 * len(speedups) // 4]] if speedups else None,
         "acceptance_length": emitted / iterations if iterations else None,
+        "depth": sum(depth * count for depth, count in enumerate(depths)) / iterations if iterations else None,
+        "depth_histogram": depths,
         "host_share": _median([pair.speculative.stats.host_share for pair in pairs]),
         "ttft_s": _median([pair.speculative.stats.ttft_s for pair in pairs]),
         "tpot_s": _median([pair.speculative.stats.tpot_s for pair in pairs]),
     }
+
+
+def _depth_counts(pairs: Sequence[Pair]) -> list[int]:
+    """Iterations by the depth that was drafted, from 0 on."""
+    histograms = [pair.speculative.stats.depth_histogram for pair in pairs]
+    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 def _side(results: Sequence[GenerationResult]) -> dict[str, object]:
@@ -326,16 +336,20 @@ def format_table(report: dict[str, object]) -> str:
     assert isinstance(by_category, dict)
     rows = [*by_category.items(), ("all", report)]
     head = f"{'group':<16}{'prompts':>8}{'plain':>12}{'speculative':>13}{'speedup':>9}{'quartiles':>12}"
-    lines = [head + f"{'accepted':>10}{'host':>7}{'ttft':>9}"]
+    lines = [head + f"{'accepted':>10}{'depth':>7}{'host':>7}{'ttft':>9}"]
     for name, figures in rows:
         lines.append(
             f"{name:<16}{figures['prompts']:>8}{_cell(figures['plain']['tokens_per_s'], '.1f', ' t/s'):>12}"
             f"{_cell(figures['speculative']['tokens_per_s'], '.1f', ' t/s'):>13}"
             f"{_cell(figures['speedup'], '.2f', 'x'):>9}{_range(figures['speedup_quartiles']):>12}"
-            f"{_cell(figures['acceptance_length'], '.2f'):>10}{_cell(_percent(figures['host_share']), '.1f', '%'):>7}"
+            f"{_cell(figures['acceptance_length'], '.2f'):>10}{_cell(figures['depth'], '.1f'):>7}"
+            f"{_cell(_percent(figures['host_share']), '.1f', '%'):>7}"
             f"{_cell(figures['ttft_s'], '.2f', ' s'):>9}"
         )
-    lines.append("accepted: tokens per verifier call, bonus token included; speedup: median of per-prompt ratios")
+    lines.append(
+        "accepted: tokens per verifier call, bonus token included; depth: draft passes of an iteration, on average; "
+        "speedup: median of per-prompt ratios"
+    )
     return "\n".join(lines)
 
 

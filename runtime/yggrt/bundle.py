@@ -185,7 +185,12 @@ def _make_decoder(bundle: Bundle) -> Decoder:
 
     fused = {graph.depth: _artifact(bundle, f"draft.d{graph.depth}") for graph in plan.draft_graphs if graph.fused}
     return Decoder(
-        step(verify, verify_inputs(attention_windows(manifest.verifier.layers), verify.limits, dtype)),
+        step(
+            verify,
+            verify_inputs(
+                attention_windows(manifest.verifier.layers), verify.limits, dtype, manifest.verifier.hidden_size
+            ),
+        ),
         step(draft, draft_inputs(draft.limits)),
         {depth: step(artifact, fused_draft_inputs(artifact.limits)) for depth, artifact in fused.items()},
         plan.policy.draft_width,
@@ -194,6 +199,7 @@ def _make_decoder(bundle: Bundle) -> Decoder:
         table_tensor(plan.acceptance_table, plan.policy.children_per_node),
         manifest.max_context,
         plan.plain_width,
+        plan.depth_network,
     )
 
 
@@ -201,7 +207,8 @@ def make_pace(plan: Plan) -> Pace | None:
     """What chooses trees by this plan; None where it always uses its default shape."""
     if plan.token_s is None:
         return None
-    return Pace(plan.policy, StepTimes(plan.curves), plan.host, plan.plain_width, plan.token_s)
+    times = StepTimes(plan.curves)
+    return Pace(plan.policy, times, plan.host, plan.plain_width, plan.token_s, plan.depth_network)
 
 
 def table_tensor(table: AcceptanceTable, children_per_node: int) -> Tensor:

@@ -46,6 +46,7 @@ class GenerationStats:
     mode:              "speculative" or "plain", as asked for.
     iterations:        verifier calls after the prefill.
     plain_iterations:  those of them without a draft.
+    depth_histogram:   entry i counts the iterations that drafted i passes.
     fallbacks:         how often the draft became shallower, or was left out for a while, because it did not pay.
     drafted, accepted: nodes the drafter added; drafted tokens that were emitted.
     acceptance_length: tokens emitted per iteration, bonus token included; 0 where there was no iteration.
@@ -64,6 +65,7 @@ class GenerationStats:
     new_tokens: int
     iterations: int
     plain_iterations: int
+    depth_histogram: tuple[int, ...]
     fallbacks: int
     drafted: int
     accepted: int
@@ -151,7 +153,8 @@ class _Recorder:
         self.mode = "plain" if plain else "speculative"
         self.prompt_tokens = prompt_tokens
         self.histogram: Counter[int] = Counter()
-        self.drafted = self.accepted = self.plain_iterations = self.fallbacks = 0
+        self.depths: Counter[int] = Counter()
+        self.drafted = self.accepted = self.fallbacks = 0
         self.expected = 0.0
         self.ttft_s: float | None = None
         self.compiled_before_s = 0.0  # inside compiled steps until the first token
@@ -167,7 +170,8 @@ class _Recorder:
         iterations = sum(self.histogram.values())
         emitted = sum(length * count for length, count in self.histogram.items())
         tpot = self.decode_s / (new_tokens - 1) if new_tokens > 1 else None
-        if self.fallbacks and self.plain_iterations:
+        plain_iterations = self.depths[0]
+        if self.fallbacks and plain_iterations:
             self.notice("a part was decoded plainly, since drafts did not pay on this text")
         compiled = sum(stages[stage] for stage in COMPILED_STAGES) - self.compiled_before_s
         return GenerationStats(
@@ -175,13 +179,14 @@ class _Recorder:
             prompt_tokens=self.prompt_tokens,
             new_tokens=new_tokens,
             iterations=iterations,
-            plain_iterations=self.plain_iterations,
+            plain_iterations=plain_iterations,
+            depth_histogram=_as_tuple(self.depths),
             fallbacks=self.fallbacks,
             drafted=self.drafted,
             accepted=self.accepted,
             acceptance_length=emitted / iterations if iterations else 0.0,
             expected_length=self.expected / iterations if iterations else 0.0,
-            acceptance_histogram=tuple(self.histogram[length] for length in range(max(self.histogram, default=0) + 1)),
+            acceptance_histogram=_as_tuple(self.histogram),
             ttft_s=self.ttft_s,
             tpot_s=tpot,
             tokens_per_s=1 / tpot if tpot else None,
@@ -189,6 +194,11 @@ class _Recorder:
             stages=tuple(StageSeconds(stage, seconds) for stage, seconds in stages.items()),
             notices=tuple(self.notices),
         )
+
+
+def _as_tuple(histogram: Counter[int]) -> tuple[int, ...]:
+    """Counts by index, from 0 on."""
+    return tuple(histogram[index] for index in range(max(histogram, default=0) + 1))
 
 
 class Engine:
@@ -388,15 +398,19 @@ class Engine:
         _require_finite(first.gaps)
         recorder.gaps += first.gaps
         finished = output.push(first.tokens[0])
-        if not finished and self._choose_shape(len(tokens), budget - 1, plain, recorder).draft_depth:
-            decoder.prefill_drafter(tokens)
+        if not finished and self._within_limits(self.shape, len(tokens), budget - 1, plain, recorder).draft_depth:
+            decoder.prefill_drafter(tokens)  # whatever the first depth will be
         recorder.ttft_s = perf_counter() - started
         recorder.compiled_before_s = sum(decoder.clock.seconds[stage] for stage in COMPILED_STAGES)
         yield finished
+        next_tokens = first.next_tokens
         while not finished:
             started = perf_counter()
             remaining = budget - output.num_tokens
-            shape = self._choose_shape(len(tokens), remaining, plain, recorder)
+            shape = self.shape
+            if pace is not None:
+                shape = pace.shape(next_tokens, decoder.verifier_cache.extent(len(tokens) + 1))
+            shape = self._within_limits(shape, len(tokens), remaining, plain, recorder)
             if shape.draft_depth == 0:
                 outcome = decoder.decode_plain(tokens)
             else:
@@ -409,24 +423,26 @@ class Engine:
                 if finished:
                     break
             tokens += outcome.tokens[:emitted]
+            next_tokens = outcome.next_tokens
             if pace is not None:
                 pace.observe(shape.draft_depth, outcome.num_verified, outcome.extent, emitted)
                 recorder.fallbacks = pace.num_fallbacks
             recorder.gaps += outcome.gaps[:emitted]
             recorder.histogram[emitted] += 1
-            recorder.plain_iterations += shape.draft_depth == 0
+            recorder.depths[shape.draft_depth] += 1
             recorder.drafted += outcome.num_drafted
             recorder.accepted += min(emitted, len(outcome.tokens) - 1)
             recorder.expected += outcome.expected
             recorder.decode_s += perf_counter() - started
             yield finished
 
-    def _choose_shape(self, num_tokens: int, remaining: int, plain: bool, recorder: _Recorder) -> TreeShape:
-        """The tree of the next iteration: the plan's, no deeper than the drafter and the budget allow.
+    def _within_limits(
+        self, shape: TreeShape, num_tokens: int, remaining: int, plain: bool, recorder: _Recorder
+    ) -> TreeShape:
+        """A tree no deeper than the drafter and the budget allow.
 
         The budget ends with the context at the latest, so no node's position is beyond it.
         """
-        shape = self.shape if self.pace is None else self.pace.shape()
         depth = 0 if plain else min(shape.draft_depth, remaining - 1)
         if depth > 0 and num_tokens + depth > self.drafter_context:
             depth = 0

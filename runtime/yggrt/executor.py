@@ -18,6 +18,7 @@ from torch import Tensor
 
 from yggrt.accept import accept_greedy
 from yggrt.artifacts import DRAFT_ROWS, Step, attention_windows
+from yggrt.depth import DepthNetwork
 from yggrt.kvcache import KvCache
 from yggrt.masks import StepMask, prefix_mask
 from yggrt.tree import Tree, TreeShape, VerifyCut, cut_most_valuable, order_by_value
@@ -38,6 +39,7 @@ class Round:
     num_verified: rows the verifier ran, root included.
     extent:       KV rows the verifier read.
     expected:     tokens the drafted values promised; 1 without a draft.
+    next_tokens:  float32[DEPTH_HEADS], tokens the depth network expects of the next iteration, by depth; zeros without.
     """
 
     tokens: tuple[int, ...]
@@ -47,6 +49,7 @@ class Round:
     num_verified: int
     extent: int
     expected: float
+    next_tokens: NDArray[np.float32]
 
 
 ChooseWidth = Callable[[NDArray[np.float32], int], int]
@@ -81,6 +84,7 @@ class Decoder:
 
     fused:      by depth, the graphs that draft a whole tree of `draft_width` at once; other trees grow pass by pass.
     table:      float32[K, B], log a by (rank, log q); see `yggrt.artifacts.draft_inputs`.
+    network:    evaluated inside `verify`; None where no depth was learned.
     on_prefill: called with (tokens of the prompt read, tokens of the prompt) as the prefill goes on; None for nobody.
     """
 
@@ -95,6 +99,7 @@ class Decoder:
         table: Tensor,
         max_context: int,
         plain_width: int,
+        network: DepthNetwork | None = None,
     ) -> None:
         self.verify, self.draft = verify, draft
         self.fused, self.draft_width = fused, draft_width
@@ -105,6 +110,12 @@ class Decoder:
         self.table = table
         self.max_context = max_context
         self.plain_width = plain_width
+        sizes = {spec.name: [int(size) for size in spec.sizes] for spec in verify.inputs[-2:]}
+        self._depth_layers = (
+            (torch.zeros(sizes["depth_first"]), torch.zeros(sizes["depth_second"]))
+            if network is None
+            else network.tensors()
+        )
         self.windows = attention_windows(verifier_cache.layouts)
         self.clock = StageClock()
         self.on_prefill: Callable[[int, int], object] | None = None
@@ -158,7 +169,10 @@ class Decoder:
             if self.on_prefill is not None:
                 self.on_prefill(last, len(tokens))
         self.clock.add("prefill", started)
-        return Round((int(outputs[0][-1]),), (float(outputs[1][-1]),), outputs[2][-1], 0, len(tokens), extent, 1.0)
+        choices, gaps, hidden, _logits, by_depth = outputs
+        return Round(
+            (int(choices[-1]),), (float(gaps[-1]),), hidden[-1], 0, len(tokens), extent, 1.0, by_depth.numpy()[-1]
+        )
 
     def decode_plain(self, tokens: Sequence[int]) -> Round:
         """One iteration without a draft: run the last committed token, in a step of the fastest width."""
@@ -170,10 +184,12 @@ class Decoder:
         for mask in masks:
             mask.show_token(num_tokens)
         started = perf_counter()
-        choices, gaps, hidden, _logits = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
+        choices, gaps, hidden, _logits, by_depth = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
         self.clock.add("plain", started)
         self.verifier_cache.num_committed = num_tokens
-        return Round((int(choices.numpy()[0]),), (float(gaps.numpy()[0]),), hidden[0], 0, 1, extent, 1.0)
+        return Round(
+            (int(choices.numpy()[0]),), (float(gaps.numpy()[0]),), hidden[0], 0, 1, extent, 1.0, by_depth.numpy()[0]
+        )
 
     def flush_moves(self) -> None:
         """Apply the moves owed to both caches, so that their committed rows are in place."""
@@ -187,7 +203,7 @@ class Decoder:
     def _run_verify(self, rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
         """rows: tokens, positions and slots."""
         cache = self.verifier_cache
-        outputs = self.verify(*rows, *masks, cache.move_src, cache.move_dst)
+        outputs = self.verify(*rows, *masks, cache.move_src, cache.move_dst, *self._depth_layers)
         cache.moved()
         return outputs
 
@@ -328,14 +344,17 @@ class Decoder:
             mask.show_tree(cut.ancestors, cut.depths, num_tokens)
         expected = float(np.exp(values[:width]).sum())
         started = self.clock.add("cut", started)
-        choices, gaps, hidden, _logits = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
+        choices, gaps, hidden, _logits, by_depth = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
         started = self.clock.add("verify", started)
         chosen = choices.numpy()
         path = accept_greedy(cut.tokens, cut.parents, chosen)
         emitted, gaps_on_path = tuple(chosen[path].tolist()), tuple(gaps.numpy()[path].tolist())
         self._commit(cut, path[1:], num_tokens)
         self.clock.add("accept", started)
-        return Round(emitted, gaps_on_path, hidden[path[-1]], tree.num_nodes - 1, width, extent, expected)
+        last = path[-1]
+        return Round(
+            emitted, gaps_on_path, hidden[last], tree.num_nodes - 1, width, extent, expected, by_depth.numpy()[last]
+        )
 
     def _commit(self, cut: VerifyCut, path: list[int], num_tokens: int) -> None:
         """Owe both caches the moves that make the accepted path their committed prefix.

@@ -1,8 +1,9 @@
 """How much to draft and to verify in the next iteration.
 
 The verify width is the one that is worth most: expected tokens - lambda * seconds, by the drafter's calibrated values
-and the plan's curves. The draft depth is the plan's, until speculation loses on the text at hand: then shallower, then
-plain decoding, and a new try later.
+and the plan's curves. So is the draft depth where the plan holds a depth network, by what that expects of each;
+otherwise the depth is the plan's. Where speculation loses on the text at hand it becomes shallower, then plain
+decoding, with a new try later.
 
 Invariant: what iterations can lose against plain decoding, by the plan's curves, is bounded, see `Pace`; reading a
 prompt into the drafter comes on top. Nothing here changes which token
@@ -14,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from yggrt.depth import DepthNetwork
 from yggrt.latency import StepTimes
 from yggrt.plan import HostSeconds, TreePolicy
 from yggrt.tree import TreeShape
@@ -31,20 +33,39 @@ TRIAL_DEBT = 0.25
 """What a new try after a pause may lose."""
 
 
+def depths_to_fall_back_to(depth: int) -> tuple[int, ...]:
+    """The halves of a depth down to plain decoding, and the depth itself: ascending."""
+    depths = {0}
+    while depth > 0:
+        depths.add(depth)
+        depth //= 2
+    return tuple(sorted(depths))
+
+
 class Pace:
     """The choices of one engine, request by request. The arguments are those of a plan; see `yggrt.plan.Plan`.
 
     Gains are counted in tokens: those an iteration emitted, less those plain decoding would have made in the time the
     plan's curves give it. A depth is left when they fall below -DEBT, so a request loses at most DEBT and one iteration
-    on each depth of the menu, then TRIAL_DEBT and one iteration for every pause, and pauses double.
+    on each depth to fall back to, then TRIAL_DEBT and one iteration for every pause, and pauses double. A depth that
+    was fallen back to is the most that the network may choose.
     """
 
     def __init__(
-        self, policy: TreePolicy, times: StepTimes, host: HostSeconds, plain_width: int, token_s: float
+        self,
+        policy: TreePolicy,
+        times: StepTimes,
+        host: HostSeconds,
+        plain_width: int,
+        token_s: float,
+        network: DepthNetwork | None = None,
     ) -> None:
         self.draft_width = policy.draft_width
-        self.depths = tuple(depth for depth in policy.draft_depths if depth <= policy.default_shape.draft_depth)
+        steps_down = depths_to_fall_back_to(policy.default_shape.draft_depth)
+        self.depths = tuple(depth for depth in policy.draft_depths if depth in steps_down)
         self.verify_widths = policy.verify_widths
+        self._network = network
+        self._learned_costs: dict[tuple[int, bool], NDArray[np.float64]] = {}
         self._times, self._host = times, host
         self._plain_width, self._token_s = plain_width, token_s
         self._menu = np.array(policy.verify_widths)
@@ -59,12 +80,39 @@ class Pace:
         self._pause = FIRST_PAUSE
         self._plain_left = 0
         self._limit = DEBT
+        self._behind = False  # whether the drafter has committed tokens to read before it can draft again
         self.num_fallbacks = 0
 
-    def shape(self) -> TreeShape:
-        """The tree of the next iteration, with the widest cut of the menu that it fills; depth 0 is plain decoding."""
-        depth = 0 if self._plain_left > 0 else self.depths[self._level]
+    def shape(self, next_tokens: NDArray[np.float32], extent: int) -> TreeShape:
+        """The tree of the next iteration, with the widest cut of the menu that it fills; depth 0 is plain decoding.
+
+        next_tokens: float32[DEPTH_HEADS], as the last `verify` gave them for the row that was accepted last.
+        extent:      KV rows that a plain iteration would read now.
+        """
+        if self._plain_left > 0:
+            depth = 0
+        elif self._network is None:
+            depth = self.depths[self._level]
+        else:
+            depth = self._learned_depth(self._network, next_tokens, extent)
         return TreeShape(self.draft_width, depth, min(self.verify_widths[-1], 1 + self.draft_width * depth))
+
+    def _learned_depth(self, network: DepthNetwork, next_tokens: NDArray[np.float32], extent: int) -> int:
+        """The depth with the most expected tokens - lambda * seconds, none of them deeper than was fallen back to."""
+        key = (extent, self._behind)
+        if key not in self._learned_costs:
+            sizes = zip(network.depths, network.verify_widths, strict=True)
+            seconds = [self._next_s(depth, width, extent) for depth, width in sizes]
+            self._learned_costs[key] = np.array(seconds) / self._token_s
+        worth = next_tokens[: len(network.depths)] - self._learned_costs[key]
+        if self._level + 1 < len(self.depths):
+            worth = worth[: np.searchsorted(network.depths, self.depths[self._level], side="right")]
+        return network.depths[int(np.argmax(worth))]
+
+    def _next_s(self, depth: int, verify_width: int, extent: int) -> float:
+        """Seconds of the next iteration, with what the drafter has to read first."""
+        reading = self._times.draft_s(self.draft_width, 1, extent) if depth and self._behind else 0.0
+        return self.iteration_s(depth, verify_width, extent) + reading
 
     def verify_width(self, values: NDArray[np.float32], extent: int) -> int:
         """W_v of the menu that is worth most. values: float32[N], logs, most valuable first, the root's 0 among them.
@@ -90,10 +138,12 @@ class Pace:
 
     def observe(self, depth: int, verify_width: int, extent: int, emitted: int) -> None:
         """What came of an iteration of `shape()`, or of one cut short near the end of a text."""
+        seconds = self._next_s(depth, verify_width, extent)
+        self._behind = depth == 0
         if depth == 0:
             self._plain_left = max(0, self._plain_left - 1)
             return
-        cost = self.iteration_s(depth, verify_width, extent) / self.iteration_s(0, 1, extent)
+        cost = seconds / self.iteration_s(0, 1, extent)
         self._balance = min(self._balance + emitted - cost, CREDIT)
         if self._balance >= CREDIT:
             self._limit, self._pause = DEBT, FIRST_PAUSE

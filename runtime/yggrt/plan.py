@@ -4,8 +4,8 @@
 compiled files of one bundle need and what they are. Both are frozen dataclasses that check themselves, so that what
 was decoded, or built by hand, never holds an impossible tree, schedule, table or file name.
 
-The names here, and those of TreeShape, LatencyPoint, LayerLayout, StepLimits and TextSpec, are the format: one that
-is added, dropped or renamed needs a new FORMAT_VERSION and a new fixture.
+The names here, and those of TreeShape, LatencyPoint, DepthNetwork, LayerLayout, StepLimits and TextSpec, are the
+format: one that is added, dropped or renamed needs a new FORMAT_VERSION and a new fixture.
 """
 
 import math
@@ -18,13 +18,14 @@ from pathlib import Path
 
 from yggrt import wire
 from yggrt.artifacts import LOG_Q_MIN, LayerLayout, StepLimits
+from yggrt.depth import DepthNetwork
 from yggrt.errors import BundleFormatError, PlanFormatError
 from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.text import TextSpec
 from yggrt.tree import TreeShape
 
-FORMAT_VERSION = 3
-OLDEST_READABLE_VERSION = 3
+FORMAT_VERSION = 4
+OLDEST_READABLE_VERSION = 4
 
 PLAN_FILE = "plan.ygg"
 MANIFEST_FILE = "bundle.ygg"
@@ -272,6 +273,30 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class DepthFigures:
+    """Ways to choose the draft depth, simulated on the calibration's held-out part.
+
+    fixed_depth:      the depth that is best there when it never changes.
+    fixed, confident, learned, oracle: speed over plain decoding with that depth; stopping when the drafter is unsure;
+                      by the depth network; knowing what will be accepted.
+    promised, emitted: tokens per iteration that the network expected of its choices, and what came.
+    """
+
+    fixed_depth: int
+    fixed: float
+    confident: float
+    learned: float
+    oracle: float
+    promised: float
+    emitted: float
+
+    def __post_init__(self) -> None:
+        _require(self.fixed_depth >= 0, f"a fixed depth of {self.fixed_depth}")
+        speeds = (self.fixed, self.confident, self.learned, self.oracle, self.promised, self.emitted)
+        _require(min(speeds) > 0, "depth figures are above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class CalibrationRecord:
     """The text that the tables were estimated from.
 
@@ -318,6 +343,8 @@ class Plan:
     host:        measured beside them.
     token_s:     1 / lambda, seconds a token is worth where depth and verify width are chosen per iteration; None where
                  the default shape is always used.
+    depth_network: chooses the depth of each iteration; None where it is fixed.
+    depth_figures: what it was compared by; None where nothing was learned.
     calibration, prediction: None where nothing was calibrated.
     """
 
@@ -336,6 +363,8 @@ class Plan:
     curves: tuple[LatencyPoint, ...]
     host: HostSeconds
     token_s: float | None
+    depth_network: DepthNetwork | None
+    depth_figures: DepthFigures | None
     calibration: CalibrationRecord | None
     prediction: Prediction | None
     provenance: Provenance
@@ -359,6 +388,8 @@ class Plan:
         if self.token_s is not None:
             _require(self.token_s > 0, f"token_s={self.token_s} must be above 0")
             _require_curves(self.curves, self.policy)
+        if self.depth_network is not None:
+            _require_depths(self.depth_network, self)
         _require(
             math.isclose(self.acceptance_table.log_q_min, LOG_Q_MIN),
             f"the acceptance table starts at log q = {self.acceptance_table.log_q_min}; the draft pass at {LOG_Q_MIN}",
@@ -548,6 +579,17 @@ def _require_curves(curves: tuple[LatencyPoint, ...], policy: TreePolicy) -> Non
     )
     if policy.draft_depths[-1] > 0:
         StepTimes(curves).draft_s(policy.draft_width, policy.draft_depths[-1], 1)
+
+
+def _require_depths(network: DepthNetwork, plan: Plan) -> None:
+    """Whether a depth network fits its plan."""
+    unknown = sorted(set(network.depths) - set(plan.policy.draft_depths))
+    _require(not unknown, f"the depth network speaks of depths {unknown!s:.80}, which are not on the menu")
+    _require(plan.token_s is not None, "a depth network needs token_s, what a token is worth")
+    _require(
+        network.hidden_size == plan.verifier.hidden_size,
+        f"the depth network reads {network.hidden_size} features, the verifier gives {plan.verifier.hidden_size}",
+    )
 
 
 def _require_sha256(noun: str, digest: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from yggrt.bundle import Bundle
-from yggrt.plan import ModelIdentity, Plan
+from yggrt.pace import depths_to_fall_back_to
+from yggrt.plan import DepthFigures, ModelIdentity, Plan
 
 
 def describe(bundle: Bundle) -> str:
@@ -16,6 +17,7 @@ def describe(bundle: Bundle) -> str:
         f"made for    {plan.sku}, {plan.num_threads} threads, {plan.dtype}, torch {manifest.torch_version}",
         f"context     {plan.max_context} tokens, prompt included",
         f"tree        {_tree(plan)}",
+        f"depth       {describe_depth(plan)}",
         f"draft head  {_head(plan)}",
         f"schedule    {plan.schedule.name}: {' > '.join(stage.name for stage in plan.schedule.stages)}",
         f"plain       {plan.plain_width} rows a step",
@@ -47,9 +49,28 @@ def _tree(plan: Plan) -> str:
     if plan.token_s is not None:
         menu = ", ".join(map(str, policy.verify_widths))
         verified = f"{menu} nodes by value (a token is worth {plan.token_s * 1e3:.2f} ms)"
+    fallbacks = [d for d in depths_to_fall_back_to(shape.draft_depth)[:-1] if d in policy.draft_depths]
     return (
         f"width {shape.draft_width}, depth {shape.draft_depth}, {policy.children_per_node} children a node; "
-        f"verified: {verified}; depths to fall back to: {', '.join(map(str, policy.draft_depths[:-1])) or 'none'}"
+        f"verified: {verified}; depths to fall back to: {', '.join(map(str, fallbacks)) or 'none'}"
+    )
+
+
+def describe_depth(plan: Plan) -> str:
+    """How the draft depth is chosen, and what the ways to choose it gave, in one line."""
+    network, figures = plan.depth_network, plan.depth_figures
+    chosen = "fixed" if network is None else f"learned: {', '.join(map(str, network.depths))}"
+    if figures is None:
+        return chosen
+    return f"{chosen}; {describe_depth_figures(figures)}"
+
+
+def describe_depth_figures(figures: DepthFigures) -> str:
+    """What the ways to choose the depth gave."""
+    return (
+        f"over plain decoding on held-out text: {figures.fixed:.3f}x with the best fixed depth "
+        f"({figures.fixed_depth}), {figures.confident:.3f}x stopping when unsure, {figures.learned:.3f}x learned, "
+        f"{figures.oracle:.3f}x with an oracle"
     )
 
 

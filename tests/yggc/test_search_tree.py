@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.yggrt.test_pace import NOTHING
 from yggc.search_tree import (
     ROUNDS,
     SETTLED,
@@ -66,14 +67,14 @@ def made_text(width: int, skill: float, seed: int, roots: int = 30) -> GrownText
 
 def brute_force(text: GrownText, depth: int, prices: Prices, token_s: float) -> tuple[float, int]:
     """(seconds, tokens) of a text, root by root and width by width, in plain Python; falling back as yggrt does."""
-    at, seconds = 0, 0.0
+    at, seconds, behind = 0, 0.0, False
     pace = pace_of(Candidate(text.draft_width, 8), depth, replace(prices, token_s=token_s))
     while at < text.num_roots:
-        wanted = min(pace.shape().draft_depth, text.budget - 2 - at)
+        wanted = min(pace.shape(NOTHING, 64).draft_depth, text.budget - 2 - at)
         if wanted == 0:
             pace.observe(0, 1, 64, 1)
             seconds += float(prices.times.verify_s([1], 64)[0]) + prices.host.plain_s
-            at += 1
+            at, behind = at + 1, True
             continue
         nodes = sorted(range(1 + text.draft_width * wanted), key=lambda node: (-text.values[at][node], node))
         options = []
@@ -85,6 +86,9 @@ def brute_force(text: GrownText, depth: int, prices: Prices, token_s: float) -> 
         _, rows_less, cost, emitted = max(options, key=lambda option: option[0])
         pace.observe(wanted, -rows_less, 64, min(emitted, text.num_roots - at))
         seconds += cost + prices.times.draft_s(text.draft_width, wanted, 64) + prices.host.speculative_s
+        if behind:  # the drafter reads what was decoded plainly
+            seconds += prices.times.draft_s(text.draft_width, 1, 64)
+        behind = False
         at += min(emitted, text.num_roots - at)
     return seconds, text.num_roots
 

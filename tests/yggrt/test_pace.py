@@ -9,12 +9,14 @@ import pytest
 
 from tests import oracle, toy
 from yggrt import pace as pace_module
+from yggrt.artifacts import DEPTH_HEADS
 from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.pace import DEBT, FIRST_PAUSE, TRIAL_DEBT, Pace
 from yggrt.plan import HostSeconds, TreePolicy
 from yggrt.tree import TreeShape
 
 WIDTHS = (1, 2, 3, 4, 6, 9)
+NOTHING = np.zeros(DEPTH_HEADS, np.float32)
 
 
 def make_pace(depths=(0, 1, 2, 4), draft_width=2, token_s=10.0, draft_s=1.0, row_s=1.5) -> Pace:
@@ -55,7 +57,7 @@ def play(pace: Pace, emit, count: int) -> tuple[float, list[int]]:
     gained, depths = 0.0, []
     pace.start()
     for _ in range(count):
-        shape = pace.shape()
+        shape = pace.shape(NOTHING, 64)
         emitted = emit(shape.draft_depth)
         rows = shape.verify_width if shape.draft_depth else 1
         gained += emitted - pace.iteration_s(shape.draft_depth, rows, 64) / pace.iteration_s(0, 1, 64)
@@ -101,9 +103,9 @@ def test_an_earlier_gain_does_not_pay_for_a_long_loss():
 
 def test_a_policy_without_drafts_decodes_plainly():
     pace = make_pace(depths=(0,), draft_width=1)
-    assert pace.shape() == TreeShape(1, 0, 1)
+    assert pace.shape(NOTHING, 64) == TreeShape(1, 0, 1)
     pace.observe(0, 1, 64, 1)
-    assert pace.shape().draft_depth == 0
+    assert pace.shape(NOTHING, 64).draft_depth == 0
 
 
 @pytest.mark.field(33, 42)

@@ -13,11 +13,13 @@ import zlib
 from pathlib import Path
 
 import msgpack
+import numpy as np
 import pytest
 
 from yggrt import plan as plans
 from yggrt import wire
-from yggrt.artifacts import LOG_Q_MIN, LayerLayout, StepLimits
+from yggrt.artifacts import DEPTH_UNITS, LOG_Q_MIN, LayerLayout, StepLimits
+from yggrt.depth import DepthNetwork
 from yggrt.errors import BundleFormatError, PlanFormatError
 from yggrt.latency import LatencyPoint
 from yggrt.plan import (
@@ -25,6 +27,7 @@ from yggrt.plan import (
     Artifact,
     BundleFile,
     CalibrationRecord,
+    DepthFigures,
     DraftGraph,
     HostSeconds,
     Manifest,
@@ -44,6 +47,14 @@ from yggrt.tree import TreeShape
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 SHA256 = "0123456789abcdef" * 4
+
+
+def sample_network() -> DepthNetwork:
+    """Weights that no rounding leaves as they are."""
+    chance = np.random.default_rng(0)
+    first = chance.normal(size=(577, DEPTH_UNITS)).astype(np.float32)
+    second = chance.normal(size=(DEPTH_UNITS + 1, 3)).astype(np.float32)
+    return DepthNetwork.of_arrays((0, 2, 4), (1, 5, 9), first, second)
 
 
 def sample_plan() -> Plan:
@@ -69,6 +80,8 @@ def sample_plan() -> Plan:
         ),
         host=HostSeconds(plain_s=0.0002, speculative_s=0.0006),
         token_s=0.0075,
+        depth_network=sample_network(),
+        depth_figures=DepthFigures(4, 1.5, 1.55, 1.6, 1.8, 2.61, 2.58),
         calibration=CalibrationRecord("built-in", SHA256, 60, 7680),
         prediction=Prediction(tpot_s=0.008, plain_tpot_s=0.015, tokens_per_iteration=2.5),
         provenance=Provenance("0.1.0", "2.14.1+cpu", "2025-11-29T22:33:00+00:00"),
@@ -82,7 +95,7 @@ def sample_manifest() -> Manifest:
     )
     full, sliding = LayerLayout(3, 64, 64, None), LayerLayout(1, 32, 48, 512)
     return Manifest(
-        step_abi_version=1,
+        step_abi_version=2,
         torch_version="2.14.1",
         target="cpu",
         architecture="x86_64",
@@ -124,7 +137,8 @@ def test_a_file_comes_back_equal_and_its_bytes_are_always_the_same(encode, decod
 
 
 def test_what_was_not_measured_may_be_absent():
-    bare = dataclasses.replace(sample_plan(), prediction=None, curves=(), calibration=None, token_s=None)
+    absent = dict.fromkeys(("prediction", "calibration", "token_s", "depth_network", "depth_figures"))
+    bare = dataclasses.replace(sample_plan(), curves=(), **absent)
     assert plans.decode_plan(plans.encode_plan(bare)) == bare
 
 
@@ -236,6 +250,20 @@ def edited(data: bytes, path: str, value: object) -> bytes:
         ("curves.1.width", 12, "the verify width 16 is on the menu, the curves end at 12"),
         ("host.plain_s", -0.1, "start at 0"),
         ("token_s", 0.0, "must be above 0"),
+        ("token_s", None, "needs token_s"),
+        ("depth_network.depths", [0, 3, 4], "not on the menu"),
+        ("depth_network.depths", [2, 4], "ascending from 0"),
+        ("depth_network.depths", [0, 4, 2], "ascending from 0"),
+        ("depth_network.depths", [], "ascending from 0"),
+        ("depth_network.verify_widths", [1, 5], "one from 1 up for each depth"),
+        ("depth_network.verify_widths", [1, 5, 0], "one from 1 up for each depth"),
+        ("depth_network.hidden_size", 0, "must be at least 1"),
+        ("depth_network.hidden_size", 576 + 1, "layer first has"),
+        ("depth_network.first", b"", "layer first has 0 bytes"),
+        ("depth_network.second", b"\xff" * (33 * 8 * 4), "not finite"),
+        ("verifier.hidden_size", 64, "reads 576 features, the verifier gives 64"),
+        ("depth_figures.oracle", 0.0, "above 0"),
+        ("depth_figures.fixed_depth", -1, "fixed depth of -1"),
         ("prediction.tpot_s", 0.0, "above 0"),
         ("prediction.tokens_per_iteration", 0.9, "at least 1"),
         ("calibration.num_prompts", 0, "at least one"),
