@@ -308,6 +308,27 @@ MUTANTS = (
         "    vocab_size = 1 + min(max(drafter_tokens), max(verifier_tokens))\n",
         "tests/yggc/test_inspect.py",
     ),
+    Mutant(
+        "the depth is chosen by the root's hidden row instead of the row accepted last",
+        "runtime/yggrt/executor.py",
+        "extent, expected, by_depth.numpy()[last]",
+        "extent, expected, by_depth.numpy()[0]",
+        "tests/yggrt/test_depth.py::test_the_row_that_counts_is_the_one_accepted_last",
+    ),
+    Mutant(
+        "a depth network that is always wrong is always believed",
+        "runtime/yggrt/pace.py",
+        "        if self._level + 1 < len(self.depths):\n            worth",
+        "        if not self.depths:\n            worth",
+        "tests/yggrt/test_depth.py::test_promises_that_are_not_kept_bound_the_depth_and_then_pause_it",
+    ),
+    Mutant(
+        "a depth network that loses on held-out text is kept",
+        "yggc/train_depth.py",
+        "    if figures.learned < figures.fixed:\n",
+        "    if figures.learned < 0:\n",
+        "tests/yggc/test_train_depth.py::test_a_network_that_loses_is_not_kept_and_says_so",
+    ),
 )
 
 

@@ -176,7 +176,8 @@ def test_compiled_logits_are_the_models_at_widths_and_extents_never_traced(famil
             visible[:, 0] = False
             masks.append(torch.where(visible, 0.0, MASK_VALUE))
         still = torch.zeros(verify.limits.max_moves, dtype=torch.int64)
-        found.append(verify(tokens[rows], rows, rows + 1, *masks, still, still)[3])
+        outputs = verify(tokens[rows], rows, rows + 1, *masks, still, still, *engine.decoder.depth_layers)
+        found.append(outputs[3])
     scale = max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=1e-5 * scale)
 

@@ -179,9 +179,9 @@ def test_widths_and_extents_never_traced_match_eager(engine, model, width, exten
     mask[:, 0] = 0.0
     idle = [0] * (limits.max_moves - 4)
     moves = torch.tensor([3, 0, 2, 1, *idle]), torch.tensor([1, 0, 0, 2, *idle])
-    flat = [tokens, torch.arange(width), slots, mask, *moves]
-    expected = eager_run(step)([*flat, *caches[0].buffers])
     decoder = engine.decoder
+    flat = [tokens, torch.arange(width), slots, mask, *moves, *decoder.depth_layers]
+    expected = eager_run(step)([*flat, *caches[0].buffers])
     decoder.verify.bind(caches[1].buffers, step.layouts, torch.float32)
     try:
         found = decoder.verify(*flat)
@@ -200,13 +200,15 @@ def test_widths_and_extents_never_traced_match_eager(engine, model, width, exten
 def test_wrong_inputs_are_refused_by_name(engine):
     verify = engine.decoder.verify
     moves = engine.decoder.verifier_cache.move_src, engine.decoder.verifier_cache.move_dst
+    layers = engine.decoder.depth_layers
     rows, mask = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 64)
     wrong = {
-        "tokens": (rows.int(), rows, rows, mask, *moves),
-        "positions": (rows, rows[:1], rows, mask, *moves),
-        "slots": (rows, rows, torch.zeros(4, dtype=torch.int64)[::2], mask, *moves),
-        "mask.0": (rows, rows, rows, torch.zeros(2, 10**6), *moves),
-        "move_src": (rows, rows, rows, mask, torch.zeros(99, dtype=torch.int64), moves[1]),
+        "tokens": (rows.int(), rows, rows, mask, *moves, *layers),
+        "positions": (rows, rows[:1], rows, mask, *moves, *layers),
+        "slots": (rows, rows, torch.zeros(4, dtype=torch.int64)[::2], mask, *moves, *layers),
+        "mask.0": (rows, rows, rows, torch.zeros(2, 10**6), *moves, *layers),
+        "move_src": (rows, rows, rows, mask, torch.zeros(99, dtype=torch.int64), moves[1], *layers),
+        "depth_first": (rows, rows, rows, mask, *moves, layers[0][1:].contiguous(), layers[1]),
     }
     for name, inputs in wrong.items():
         with pytest.raises(ArtifactError, match=f"verify: input {name} is"):

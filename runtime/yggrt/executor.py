@@ -111,7 +111,7 @@ class Decoder:
         self.max_context = max_context
         self.plain_width = plain_width
         sizes = {spec.name: [int(size) for size in spec.sizes] for spec in verify.inputs[-2:]}
-        self._depth_layers = (
+        self.depth_layers = (
             (torch.zeros(sizes["depth_first"]), torch.zeros(sizes["depth_second"]))
             if network is None
             else network.tensors()
@@ -203,7 +203,7 @@ class Decoder:
     def _run_verify(self, rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
         """rows: tokens, positions and slots."""
         cache = self.verifier_cache
-        outputs = self.verify(*rows, *masks, cache.move_src, cache.move_dst, *self._depth_layers)
+        outputs = self.verify(*rows, *masks, cache.move_src, cache.move_dst, *self.depth_layers)
         cache.moved()
         return outputs
 

@@ -114,7 +114,7 @@ def test_a_depth_that_changes_at_random_changes_no_token(verifier, kind):
 def test_a_network_that_expects_anything_changes_no_token(verifier, kind):
     engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, TreeShape(2, 4, 9))
     network = random_network(32, 1)
-    engine.decoder._depth_layers = network.tensors()
+    engine.decoder.depth_layers = network.tensors()
     engine.pace = with_network(make_pace(DEPTHS, draft_s=0.01, row_s=0.01), network)
     prompt = [5, 9, 17]
     result = engine.generate(prompt, max_new_tokens=90, ignore_eos=True)
@@ -127,7 +127,7 @@ def test_the_row_that_counts_is_the_one_accepted_last(verifier):
     engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 3, 9))
     network = random_network(32, 2)
     decoder = engine.decoder
-    decoder._depth_layers = network.tensors()
+    decoder.depth_layers = network.tensors()
     tokens = [5, 9, 17, 30]
     by_length = {}
     decoder.reset()
@@ -152,7 +152,7 @@ def test_a_compiled_verifier_evaluates_the_network(toy_bundle):
     engine = load(toy_bundle.path)
     hidden_size = engine.bundle.manifest.verifier.hidden_size
     network = random_network(hidden_size, 3)
-    engine.decoder._depth_layers = network.tensors()
+    engine.decoder.depth_layers = network.tensors()
     with engine.its_threads():
         outcome = engine.decoder.prefill([5, 9, 17, 30])
         for _ in range(3):
