@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -87,7 +88,7 @@ DRAFTERS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "gpt2 drafter": lambda: make("GPT2LMHeadModel", **GPT2_SIZES | {"n_layer": 1, "n_positions": 70}, **IDS).bfloat16(),
 }
-PAIRS = [(drafter, verifier) for verifier in VERIFIERS for drafter in DRAFTERS]
+PAIRS = list(zip(cycle(DRAFTERS), VERIFIERS, strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from yggrt.bench import BenchPrompt, answer_both_ways, beside_prediction, differ
 from yggrt.bundle import load
 from yggrt.engine import Engine
 from yggrt.plan import Plan
-from yggrt.show import describe_depth_figures, describe_prediction
+from yggrt.show import describe_depth, describe_depth_figures, describe_prediction
 
 TREES_SHOWN = 5
 """Of those the search tried, the fastest."""
@@ -124,6 +124,7 @@ def report_bundle(path: Path, prompts: Path | None) -> int:
         raise ValueError(f"no prompt of {chosen.name} fits a context of {engine.max_context} tokens")
     pairs, differences = answer_both_ways(engine, prompts_held_out, ANSWER_TOKENS)
     figures = summarize(pairs, engine, differences)
+    print(f"depth: {describe_depth(plan)}")
     print(format_table(figures))
     print(beside_prediction(plan.prediction, figures))
     for line in difference_lines(differences):

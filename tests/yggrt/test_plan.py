@@ -424,7 +424,7 @@ def test_a_version_that_is_not_readable_is_refused_by_number():
     for version in (0, plans.FORMAT_VERSION + 1):
         data = bytearray(plans.encode_plan(sample_plan()))
         data[8:12] = struct.pack("<I", version)
-        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 3 to 3. Rebuild it"):
+        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 4 to 4. Rebuild it"):
             plans.decode_plan(bytes(data))
 
 

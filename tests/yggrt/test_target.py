@@ -139,7 +139,7 @@ def test_a_superset_host_loads_a_bundle_in_silence():
 @pytest.mark.parametrize(
     "changes, torch_version, message",
     [
-        ({"step_abi_version": 2}, "2.14.1", "step ABI version 2; this runtime speaks 1"),
+        ({"step_abi_version": 3}, "2.14.1", "step ABI version 3; this runtime speaks 2"),
         ({"architecture": "aarch64"}, "2.14.1", "compiled for cpu aarch64; this is cpu x86_64 \\(Some CPU\\)"),
         ({"target": "cuda", "architecture": "sm_90"}, "2.14.1", "compiled for cuda sm_90; this is cpu x86_64"),
         ({}, "2.14.0", "compiled with torch 2.14.1; installed is 2.14.0. Rebuild the bundle, or install torch 2.14.1"),
