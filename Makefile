@@ -11,7 +11,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict runtime/yggrt
 	$(BIN)/mypy yggc
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # Every kind of fault that users of such systems have met, and the tests that stand against it.
 field: setup

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +46,14 @@ def kept_stages(pytestconfig) -> Path:
     return Path(pytestconfig.cache.mkdir("kept stages"))
 
 
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Tests that run side by side wait here for each other: the second finds kept what the first compiled."""
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="session")
 def toy_bundle(tmp_path_factory, kept_stages) -> ToyBundle:
     """`yggc build` of a tiny fp32 pair, the drafter a noised copy of the verifier; compiled once for all tests.
@@ -59,7 +70,7 @@ def toy_bundle(tmp_path_factory, kept_stages) -> ToyBundle:
     verifier = toy.make_llama(0, vocab_size=tokenizer.get_vocab_size() + 4)  # logits padded beyond the tokenizer
     write_checkpoint(folder / "verifier", verifier, tokenizer)
     write_checkpoint(folder / "drafter", toy.make_drafter("sometimes", verifier), tokenizer)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, one_at_a_time(kept_stages):
         patch.setenv("YGG_CACHE", str(kept_stages))
         patch.setattr(build, "wait_until_idle", lambda _say: None)
         arguments = ["build", "--drafter", str(folder / "drafter"), "--verifier", str(folder / "verifier")]
