@@ -62,7 +62,7 @@ def toy_bundle(tmp_path_factory, kept_stages) -> ToyBundle:
     from its plan with the trees of `FIXED_SHAPE`.
     """
     from tests.yggc.checkpoint_makers import make_tokenizer, write_checkpoint
-    from yggc import build
+    from yggc import build, profile
     from yggc.cli import main
 
     folder = tmp_path_factory.mktemp("toy")
@@ -73,6 +73,7 @@ def toy_bundle(tmp_path_factory, kept_stages) -> ToyBundle:
     with pytest.MonkeyPatch.context() as patch, one_at_a_time(kept_stages):
         patch.setenv("YGG_CACHE", str(kept_stages))
         patch.setattr(build, "wait_until_idle", lambda _say: None)
+        patch.setattr(profile, "UNSTEADY", float("inf"))
         arguments = ["build", "--drafter", str(folder / "drafter"), "--verifier", str(folder / "verifier")]
         assert main([*arguments, "-o", str(folder / "searched.bundle"), "--dtype", "float32", "--threads", "1"]) == 0
         write_plan(folder / "fixed.ygg", with_fixed_shape(read_plan(folder / "searched.bundle" / "plan.ygg")))

@@ -40,7 +40,8 @@ def run_suite(name: str, pins: list[str]) -> bool:
     versions = [line for line in listed.stdout.splitlines() if line.split("==")[0] in CHECKED]
     print(f"{name}: {', '.join(versions)}", flush=True)
     cache = f"cache_dir=.pytest_cache/{name}"
-    return subprocess.run([python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-o", cache], cwd=ROOT, check=False).returncode == 0
+    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-o", cache]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 def main() -> int:

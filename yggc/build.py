@@ -204,7 +204,11 @@ class Build:
         entry = self._measured("profile", profile, latency)
 
         def measure(folder: Path) -> None:
-            measured = profile.measure_steps(self.step_engine, self.whole_head_engine)
+            measured, notice = profile.measure_until_steady(
+                lambda: profile.measure_steps(self.step_engine, self.whole_head_engine), self.progress.say
+            )
+            if notice:
+                self._notice(notice)
             (folder / "profile.ygg").write_bytes(wire.encode(PROFILE_FORMAT, measured))
 
         if not self.cache.has(entry):

@@ -142,6 +142,7 @@ def test_ctrl_c_in_any_stage_leaves_nothing_partial(toy_bundle, tmp_path, monkey
     shutil.copytree(toy_bundle.cache, cache, ignore=shutil.ignore_patterns(f"{stage}-*"), copy_function=os.link)
     monkeypatch.setenv("YGG_CACHE", str(cache))
     monkeypatch.setattr(build_module, "wait_until_idle", lambda _say: None)
+    monkeypatch.setattr(profile, "UNSTEADY", float("inf"))
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -8,9 +8,17 @@ from time import sleep
 import pytest
 
 from tests import toy
-from yggc.profile import measure_steps, plain_width, time_in_turns, wait_until_idle, with_fused
+from yggc.profile import (
+    LatencyProfile,
+    measure_steps,
+    measure_until_steady,
+    plain_width,
+    time_in_turns,
+    wait_until_idle,
+    with_fused,
+)
 from yggrt.latency import LatencyPoint, StepTimes
-from yggrt.plan import DraftGraph
+from yggrt.plan import DraftGraph, HostSeconds
 from yggrt.tree import TreeShape
 
 STEP_S = 0.01
@@ -49,6 +57,24 @@ def test_work_that_goes_on_after_a_call_returned_is_measured():
             thread.join()
 
     assert time_in_turns({"step": step}, synchronize=synchronize)["step"].seconds == pytest.approx(5 * STEP_S, rel=0.05)
+
+
+def profile_of(*shares: float) -> LatencyProfile:
+    """Steps of a second whose quartiles lie so far apart."""
+    points = tuple(LatencyPoint("verify", 1 + width, 0, 128, 1.0, share) for width, share in enumerate(shares))
+    return LatencyProfile(points, HostSeconds(0.0, 0.0), ())
+
+
+def test_times_that_waver_are_taken_again_and_the_steadiest_are_kept():
+    said: list[str] = []
+    wavering, better, steady = profile_of(0.01, 0.5, 0.6), profile_of(0.2, 0.2, 0.2), profile_of(0.01, 0.02, 0.6)
+    runs = iter((wavering, better, steady))
+    assert measure_until_steady(lambda: next(runs), said.append) == (steady, None)
+    assert said == [f"  the machine is unsteady (times waver by {share}); measuring again" for share in ("50%", "20%")]
+    runs = iter((better, wavering, wavering))
+    kept, notice = measure_until_steady(lambda: next(runs), said.append, attempts=3)
+    assert kept == better and notice is not None and "unsteady machine (times waver by 20%)" in notice
+    assert measure_until_steady(lambda: steady, lambda text: pytest.fail(text)) == (steady, None)
 
 
 def test_a_busy_machine_is_waited_for_and_told_of():
