@@ -58,10 +58,6 @@ KINDS = {
 }
 
 WAITING = {
-    6: "waits for temperature above 0",
-    7: "waits for temperature above 0",
-    10: "waits for temperature above 0",
-    11: "waits for temperature above 0",
     26: "waits for the CUDA target",
 }
 

@@ -36,6 +36,14 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default 512")
     run.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     run.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    run.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0, the most likely token")
+    run.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most likely tokens")
+    run.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest share P of the law")
+    run.add_argument("--min-p", type=float, default=0.0, metavar="P", help="least chance, of the most likely token's")
+    run.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: what was said becomes less likely"
+    )
+    run.add_argument("--seed", type=int, metavar="N", help="the same text each time; default another")
     run.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
     run.set_defaults(handler=_run)
 
@@ -122,8 +130,12 @@ def _drop_output() -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from yggrt.bundle import load
+    from yggrt.sampling import SamplingOptions
 
     prompt = _read_prompt(options)
+    sampling = SamplingOptions(
+        options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed
+    )
     waiting = sys.stderr.isatty() and not options.json
     if waiting:
         print(f"loading {options.bundle}", end="", file=sys.stderr, flush=True)
@@ -139,7 +151,7 @@ def _run(options: argparse.Namespace) -> int:
         engine.decoder.on_prefill = _prompt_progress()
     stream = engine.stream(
         prompt, max_new_tokens=options.max_new_tokens, stop=options.stop, ignore_eos=options.ignore_eos,
-        plain=options.plain, raw=options.raw,
+        plain=options.plain, raw=options.raw, **asdict(sampling),
     )  # fmt: skip
     for piece in stream:
         if not options.json:

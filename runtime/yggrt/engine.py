@@ -19,6 +19,7 @@ import torch
 
 from yggrt.errors import ArtifactError, TextError, YggError
 from yggrt.executor import COMPILED_STAGES, Decoder
+from yggrt.sampling import SamplingOptions, TokenChooser
 from yggrt.text import OutputStream, TextCodec
 from yggrt.tree import TreeShape
 
@@ -106,6 +107,7 @@ class RequestOptions:
     ignore_eos: bool
     plain: bool
     raw: bool
+    sampling: SamplingOptions
 
     def __post_init__(self) -> None:
         if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 0:
@@ -269,21 +271,30 @@ class Engine:
         ignore_eos: bool = False,
         plain: bool = False,
         raw: bool = False,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
         on_piece: Callable[[str], object] | None = None,
     ) -> GenerationResult:
-        """Answer a prompt greedily: exactly what the verifier alone would say.
+        """Answer a prompt: exactly what the verifier alone would say, greedily or drawn from its law.
 
         prompt:     a text (through the chat template unless `raw`), {"role", "content"} messages, or token ids.
         stop:       strings that end the text; they are cut off.
         ignore_eos: go on after an end-of-sequence token.
         plain:      without the drafter.
+        temperature, top_k, top_p, min_p, repetition_penalty, seed: see `yggrt.sampling.SamplingOptions`.
         on_piece:   called with every piece of text as it comes.
         Raises ValueError for a prompt or option that cannot be served, TextError where the bundle has no tokenizer or
         chat template for it.
         """
         stream = self.stream(
-            prompt, max_new_tokens=max_new_tokens, stop=stop, ignore_eos=ignore_eos, plain=plain, raw=raw
-        )
+            prompt, max_new_tokens=max_new_tokens, stop=stop, ignore_eos=ignore_eos, plain=plain, raw=raw,
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+            seed=seed,
+        )  # fmt: skip
         try:
             for piece in stream:
                 if on_piece is not None:
@@ -302,12 +313,19 @@ class Engine:
         ignore_eos: bool = False,
         plain: bool = False,
         raw: bool = False,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
     ) -> Stream:
         """As `generate`, but gives the text piece by piece; `result` of the stream is set at its end."""
         if not isinstance(stop, Iterable):
             raise ValueError(f"stop={stop!r}: a string or several of them are accepted")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        options = RequestOptions(max_new_tokens, stops, ignore_eos, plain, raw)
+        sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        options = RequestOptions(max_new_tokens, stops, ignore_eos, plain, raw, sampling)
         prompt_ids = self.encode_prompt(prompt, raw)
         budget = min(options.max_new_tokens, self.max_context - len(prompt_ids))
         eos_ids = frozenset() if ignore_eos else self.eos_ids
@@ -361,7 +379,7 @@ class Engine:
     ) -> Generator[str, None, GenerationResult]:
         """All pieces of a request and its result, with the compiled steps' threads only while they run."""
         recorder = _Recorder(len(prompt_ids), options.plain)
-        rounds = self._decode(prompt_ids, output, budget, options.plain, recorder)
+        rounds = self._decode(prompt_ids, output, budget, options, recorder)
         while True:
             with self.its_threads():
                 finished = next(rounds, True)
@@ -381,7 +399,7 @@ class Engine:
         )
 
     def _decode(
-        self, prompt_ids: list[int], output: OutputStream, budget: int, plain: bool, recorder: _Recorder
+        self, prompt_ids: list[int], output: OutputStream, budget: int, options: RequestOptions, recorder: _Recorder
     ) -> Iterator[bool]:
         """Prefill, then iterations, until the output is finished; yields whether it is after every iteration."""
         decoder = self.decoder
@@ -389,11 +407,14 @@ class Engine:
         if output.finished:  # nothing was asked for
             return
         tokens = list(prompt_ids)
+        plain, choose = options.plain, None
+        if not options.sampling.is_argmax:
+            choose = TokenChooser(options.sampling, prompt_ids, self.vocab_size).choose
         pace = None if plain else self.pace
         if pace is not None:
             pace.start()
         started = perf_counter()
-        first = decoder.prefill(tokens)
+        first = decoder.prefill(tokens, choose)
         tokens += first.tokens
         _require_finite(first.gaps)
         recorder.gaps += first.gaps
@@ -412,9 +433,10 @@ class Engine:
                 shape = pace.shape(next_tokens, decoder.verifier_cache.extent(len(tokens) + 1))
             shape = self._within_limits(shape, len(tokens), remaining, plain, recorder)
             if shape.draft_depth == 0:
-                outcome = decoder.decode_plain(tokens)
+                outcome = decoder.decode_plain(tokens, choose)
             else:
-                outcome = decoder.decode_speculative(tokens, shape, None if pace is None else pace.verify_width)
+                choose_width = None if pace is None else pace.verify_width
+                outcome = decoder.decode_speculative(tokens, shape, choose_width, choose)
             _require_finite(outcome.gaps)
             emitted = 0
             for token in outcome.tokens:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from yggrt.accept import accept_greedy
+from yggrt.accept import accept_greedy, walk
 from yggrt.artifacts import DRAFT_ROWS, Step, attention_windows
 from yggrt.depth import DepthNetwork
 from yggrt.kvcache import KvCache
@@ -54,6 +54,10 @@ class Round:
 
 ChooseWidth = Callable[[NDArray[np.float32], int], int]
 """W_v for a tree: (log values, most valuable first, float32[N]; extent) to rows, at least 1."""
+
+
+ChooseToken = Callable[[Tensor], int]
+"""The next token, from the verifier's logits [V] after all tokens before it."""
 
 
 class StageClock:
@@ -152,8 +156,11 @@ class Decoder:
 
     # Verifier
 
-    def prefill(self, tokens: Sequence[int]) -> Round:
-        """Run the prompt through the verifier. tokens: all committed ones, at least one. Returns the token after it."""
+    def prefill(self, tokens: Sequence[int], choose: ChooseToken | None = None) -> Round:
+        """Run the prompt through the verifier. tokens: all committed ones, at least one. Returns the token after it.
+
+        choose: in place of the verifier's argmax; here and below.
+        """
         started = perf_counter()
         cache = self.verifier_cache
         outputs: list[Tensor] = []
@@ -169,12 +176,11 @@ class Decoder:
             if self.on_prefill is not None:
                 self.on_prefill(last, len(tokens))
         self.clock.add("prefill", started)
-        choices, gaps, hidden, _logits, by_depth = outputs
-        return Round(
-            (int(choices[-1]),), (float(gaps[-1]),), hidden[-1], 0, len(tokens), extent, 1.0, by_depth.numpy()[-1]
-        )
+        choices, gaps, hidden, logits, by_depth = outputs
+        token = int(choices[-1]) if choose is None else choose(logits[-1])
+        return Round((token,), (float(gaps[-1]),), hidden[-1], 0, len(tokens), extent, 1.0, by_depth.numpy()[-1])
 
-    def decode_plain(self, tokens: Sequence[int]) -> Round:
+    def decode_plain(self, tokens: Sequence[int], choose: ChooseToken | None = None) -> Round:
         """One iteration without a draft: run the last committed token, in a step of the fastest width."""
         width, num_tokens = self.plain_width, len(tokens)
         extent = self.verifier_cache.extent(num_tokens + 1)
@@ -184,12 +190,11 @@ class Decoder:
         for mask in masks:
             mask.show_token(num_tokens)
         started = perf_counter()
-        choices, gaps, hidden, _logits, by_depth = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
+        choices, gaps, hidden, logits, by_depth = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
         self.clock.add("plain", started)
         self.verifier_cache.num_committed = num_tokens
-        return Round(
-            (int(choices.numpy()[0]),), (float(gaps.numpy()[0]),), hidden[0], 0, 1, extent, 1.0, by_depth.numpy()[0]
-        )
+        token = int(choices.numpy()[0]) if choose is None else choose(logits[0])
+        return Round((token,), (float(gaps.numpy()[0]),), hidden[0], 0, 1, extent, 1.0, by_depth.numpy()[0])
 
     def flush_moves(self) -> None:
         """Apply the moves owed to both caches, so that their committed rows are in place."""
@@ -320,7 +325,11 @@ class Decoder:
     # One iteration
 
     def decode_speculative(
-        self, tokens: Sequence[int], shape: TreeShape, choose_width: ChooseWidth | None = None
+        self,
+        tokens: Sequence[int],
+        shape: TreeShape,
+        choose_width: ChooseWidth | None = None,
+        choose: ChooseToken | None = None,
     ) -> Round:
         """Draft a tree, verify its most valuable nodes, accept. tokens: all committed ones, prefilled but the last.
 
@@ -344,11 +353,16 @@ class Decoder:
             mask.show_tree(cut.ancestors, cut.depths, num_tokens)
         expected = float(np.exp(values[:width]).sum())
         started = self.clock.add("cut", started)
-        choices, gaps, hidden, _logits, by_depth = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
+        choices, gaps, hidden, logits, by_depth = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
         started = self.clock.add("verify", started)
-        chosen = choices.numpy()
-        path = accept_greedy(cut.tokens, cut.parents, chosen)
-        emitted, gaps_on_path = tuple(chosen[path].tolist()), tuple(gaps.numpy()[path].tolist())
+        if choose is None:
+            chosen = choices.numpy()
+            path = accept_greedy(cut.tokens, cut.parents, chosen)
+            emitted = tuple(chosen[path].tolist())
+        else:
+            path, bonus = walk(cut.tokens, cut.parents, lambda row: choose(logits[row]))
+            emitted = (*cut.tokens[path[1:]].tolist(), bonus)
+        gaps_on_path = tuple(gaps.numpy()[path].tolist())
         self._commit(cut, path[1:], num_tokens)
         self.clock.add("accept", started)
         last = path[-1]

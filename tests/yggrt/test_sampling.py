@@ -1,0 +1,214 @@
+"""Above temperature 0: transformers' meaning of every option, the verifier's law, and one text for one seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tests import toy
+from yggrt.bundle import load
+from yggrt.cli import main
+from yggrt.sampling import SamplingOptions, TokenChooser, law, penalized
+from yggrt.tree import TreeShape
+
+PROMPT = [5, 9, 17, 30, 5]
+SHAPES = [TreeShape(1, 3, 4), TreeShape(4, 3, 9)]
+OPTIONS = [
+    {"temperature": 0.3}, {"temperature": 1.0}, {"temperature": 1.5, "top_k": 5}, {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.2, "min_p": 0.1}, {"temperature": 0.9, "repetition_penalty": 1.3},
+    {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
+]  # fmt: skip
+
+
+def transformers_law(logits: torch.Tensor, history: list[int], options: SamplingOptions) -> torch.Tensor:
+    """The law that transformers' generate would draw from, with its own processors."""
+    processors = LogitsProcessorList()
+    if options.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(options.temperature))
+    if options.top_k:
+        processors.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1.0:
+        processors.append(TopPLogitsWarper(options.top_p))
+    if options.min_p > 0.0:
+        processors.append(MinPLogitsWarper(options.min_p))
+    return processors(torch.tensor([history]), logits[None].double())[0].softmax(0)
+
+
+def our_law(logits: torch.Tensor, history: list[int], options: SamplingOptions) -> torch.Tensor:
+    seen = torch.zeros(logits.numel(), dtype=torch.bool)
+    seen[history] = True
+    found = law(penalized(logits.double(), seen, options.repetition_penalty), options)
+    return found / found.sum()
+
+
+@pytest.mark.field(12)
+@pytest.mark.parametrize("given", OPTIONS, ids=lambda given: "-".join(given))
+@pytest.mark.parametrize("size", [64, 5000])
+def test_the_law_is_that_of_transformers(given, size):
+    options = SamplingOptions(**given)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        logits = torch.randn(size) * (4 if seed % 2 else 0.5)
+        history = torch.randint(size, (30,)).tolist()
+        torch.testing.assert_close(
+            our_law(logits, history, options), transformers_law(logits, history, options), rtol=0, atol=1e-12
+        )
+
+
+def test_an_extreme_option_leaves_the_most_likely_token():
+    logits = torch.tensor([1.0, 5.0, 2.0])
+    for given in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
+        found = law(logits.double(), SamplingOptions(temperature=1.0, **given))
+        assert found.argmax() == 1 and (found > 0).sum() == 1
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"temperature": -0.1}, "temperature=-0.1: a number from 0 is accepted"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": "warm"}, "temperature='warm'"),
+        ({"temperature": True}, "temperature=True"),
+        ({"top_k": -1}, "top_k=-1: an integer from 0"),
+        ({"top_k": 2.5}, "top_k=2.5"),
+        ({"top_p": 0.0}, "top_p=0.0: a number above 0, at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"min_p": 1.1}, "min_p=1.1: a number from 0 to 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: a number above 0"),
+        ({"seed": -3}, "seed=-3"),
+        ({"seed": 1.5}, "seed=1.5"),
+    ],
+)
+def test_nonsense_is_refused_by_name(verifier, given, message):
+    engine = toy.make_engine(verifier, verifier, TreeShape(1, 1, 2))
+    with pytest.raises(ValueError, match=message):
+        engine.generate(PROMPT, max_new_tokens=4, **given)
+
+
+@pytest.mark.parametrize("kind", toy.DRAFTERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
+@pytest.mark.parametrize("given", OPTIONS, ids=lambda given: "-".join(given))
+def test_with_one_seed_speculative_and_plain_say_the_same(verifier, kind, shape, given):
+    engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, shape)
+    texts = set()
+    for seed in range(3):
+        speculative = engine.generate(PROMPT, max_new_tokens=40, ignore_eos=True, seed=seed, **given)
+        plain = engine.generate(PROMPT, max_new_tokens=40, ignore_eos=True, seed=seed, plain=True, **given)
+        assert speculative.token_ids == plain.token_ids
+        texts.add(speculative.token_ids)
+    assert len(texts) > 1
+
+
+@pytest.mark.field(6)
+@pytest.mark.parametrize("given", [{}, {"top_k": 6, "top_p": 0.9}], ids=["open", "top-k and top-p"])
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
+def test_two_tokens_have_the_law_of_plain_sampling(verifier, temperature, given):
+    """Chi-square of the first two tokens after a prompt against their exact law, 250 seeds."""
+    options = SamplingOptions(temperature=temperature, **given)
+    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 2, 7))
+    with torch.no_grad():
+        first = our_law(verifier(torch.tensor([PROMPT])).logits[0, -1], PROMPT, options)
+        likely = first.nonzero()[:, 0].tolist()
+        rows = verifier(torch.tensor([[*PROMPT, token] for token in likely])).logits[:, -1]
+    exact = {
+        (token, follower): float(first[token] * chance)
+        for token, row in zip(likely, rows, strict=True)
+        for follower, chance in enumerate(our_law(row, [*PROMPT, token], options).tolist())
+        if chance > 0
+    }
+    count = 250
+    asked = {"max_new_tokens": 2, "ignore_eos": True, "temperature": temperature} | given
+    found = Counter(engine.generate(PROMPT, seed=seed, **asked).token_ids for seed in range(count))
+    assert set(found) <= set(exact)
+    common = [pair for pair, chance in exact.items() if count * chance >= 5]
+    rest = count * (1 - sum(exact[pair] for pair in common))
+    cells = [(found[pair], count * exact[pair]) for pair in common]
+    if rest >= 1:
+        cells.append((count - sum(found[pair] for pair in common), rest))
+    square = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
+    freedom = max(1, len(cells) - 1)
+    assert square < freedom + 4.5 * np.sqrt(2 * freedom) + 4  # one in a hundred thousand
+
+
+@pytest.mark.field(10)
+def test_seeds_are_honoured_and_requests_do_not_share_a_stream(verifier):
+    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 2, 7))
+
+    def ask(seed=None):
+        return engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True, temperature=1.0, seed=seed).token_ids
+
+    once = ask(7)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    random.seed(0)
+    assert ask() != ask()
+    assert ask(7) == once
+    assert len({ask(seed) for seed in range(20)}) > 15
+
+
+def test_a_temperature_of_nothing_is_greedy(verifier):
+    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 2, 7))
+    greedy = engine.generate(PROMPT, max_new_tokens=30, ignore_eos=True).token_ids
+    found = engine.generate(PROMPT, max_new_tokens=30, ignore_eos=True, temperature=9e-6, top_k=3, seed=1).token_ids
+    assert found == greedy == tuple(toy.hf_greedy(verifier, PROMPT, 30))
+
+
+@pytest.mark.field(12)
+@pytest.mark.parametrize("kind", toy.DRAFTERS)
+@pytest.mark.parametrize("penalty", [0.8, 1.2, 3.0])
+def test_greedy_with_a_penalty_is_transformers_greedy_with_it(verifier, kind, penalty):
+    """On a tree each node has a history of its own."""
+    engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, TreeShape(4, 3, 13))
+    found = engine.generate(PROMPT, max_new_tokens=40, ignore_eos=True, repetition_penalty=penalty).token_ids
+    assert found == engine.generate(
+        PROMPT, max_new_tokens=40, ignore_eos=True, repetition_penalty=penalty, plain=True
+    ).token_ids  # fmt: skip
+    with torch.no_grad():
+        ids = verifier.generate(
+            torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64), do_sample=False,
+            max_new_tokens=40, repetition_penalty=penalty, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    assert list(found) == ids[0, len(PROMPT) :].tolist()
+
+
+def test_a_chooser_draws_one_number_a_token_and_never_what_has_no_chance():
+    options = SamplingOptions(temperature=1.0, top_k=2, seed=0)
+    chooser, drawn = TokenChooser(options, [0], 6), np.random.default_rng(0)
+    logits = torch.tensor([0.0, 2.0, -5.0, 1.0, -9.0, 0.5])
+    first = float(torch.softmax(torch.tensor([2.0, 1.0]), 0)[0])
+    for _ in range(50):
+        assert chooser.choose(logits) == (1 if drawn.random() < first else 3)
+
+
+def test_a_compiled_pair_draws_the_same_with_and_without_its_drafter(toy_bundle, capsys):
+    engine = load(toy_bundle.path)
+    for seed in range(4):
+        both = [
+            engine.generate("the world tree", max_new_tokens=24, temperature=0.8, top_p=0.95, seed=seed, plain=plain)
+            for plain in (True, False)
+        ]
+        assert both[0].token_ids == both[1].token_ids and both[0].text == both[1].text
+    arguments = ["run", str(toy_bundle.path), "the world tree", "--max-new-tokens", "8", "--json"]
+    asked = ["--temperature", "0.9", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1"]
+    outputs = []
+    for seed in ("3", "3"):
+        assert main([*arguments, *asked, "--seed", seed]) == 0
+        outputs.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert outputs[0] == outputs[1]
+    assert main([*arguments, "--temperature", "-1"]) == 1
+    assert capsys.readouterr().err == "yggrt: temperature=-1.0: a number from 0 is accepted\n"
