@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from time import sleep
-
 import pytest
 
 from tests import toy
+from yggc import profile
 from yggc.profile import (
     LatencyProfile,
     measure_steps,
@@ -24,39 +22,61 @@ from yggrt.tree import TreeShape
 STEP_S = 0.01
 
 
+class HeldClock:
+    """Time that passes only where a step says so; in place of the profile's own clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.unfinished = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+
+    def leave_running(self, seconds: float) -> None:
+        """Work that goes on in a device after the call returned."""
+        self.now += 1e-5
+        self.unfinished = seconds
+
+    def synchronize(self) -> None:
+        self.now, self.unfinished = self.now + self.unfinished, 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch) -> HeldClock:
+    held = HeldClock()
+    monkeypatch.setattr(profile, "perf_counter", held)
+    return held
+
+
 @pytest.mark.field(30)
-def test_slow_first_calls_do_not_move_an_estimate():
+def test_slow_first_calls_do_not_move_an_estimate(clock):
     calls = iter(range(1000))
-
-    def step() -> None:
-        sleep(0.1 if next(calls) < 2 else STEP_S)
-
-    assert time_in_turns({"step": step}, repeats=3)["step"].seconds == pytest.approx(STEP_S, rel=0.05)
+    timed = time_in_turns({"step": lambda: clock.work(0.1 if next(calls) < 2 else STEP_S)}, repeats=3)
+    assert timed["step"].seconds == pytest.approx(STEP_S, rel=0.05)
 
 
 @pytest.mark.field(30)
-def test_some_delayed_calls_do_not_move_an_estimate():
+def test_some_delayed_calls_do_not_move_an_estimate(clock):
     calls = iter(range(1000))
-
-    def step() -> None:
-        sleep(STEP_S * (4 if next(calls) % 5 == 3 else 1))
-
-    assert time_in_turns({"step": step})["step"].seconds == pytest.approx(STEP_S, rel=0.05)
+    timed = time_in_turns({"step": lambda: clock.work(STEP_S * (4 if next(calls) % 5 == 3 else 1))})
+    assert timed["step"].seconds == pytest.approx(STEP_S, rel=0.05)
 
 
 @pytest.mark.field(30)
-def test_work_that_goes_on_after_a_call_returned_is_measured():
-    running: list[threading.Thread] = []
+def test_work_that_goes_on_after_a_call_returned_is_measured(clock):
+    timed = time_in_turns({"step": lambda: clock.leave_running(5 * STEP_S)}, synchronize=clock.synchronize)
+    assert timed["step"].seconds == pytest.approx(5 * STEP_S, rel=0.05)
 
-    def step() -> None:
-        running.append(threading.Thread(target=sleep, args=(5 * STEP_S,)))
-        running[-1].start()
 
-    def synchronize() -> None:
-        for thread in running:
-            thread.join()
-
-    assert time_in_turns({"step": step}, synchronize=synchronize)["step"].seconds == pytest.approx(5 * STEP_S, rel=0.05)
+@pytest.mark.field(30)
+def test_what_others_left_running_is_not_charged_to_the_next_step(clock):
+    timed = time_in_turns(
+        {"step": lambda: clock.work(STEP_S)}, synchronize=clock.synchronize, before=lambda: clock.leave_running(1.0)
+    )
+    assert timed["step"].seconds == pytest.approx(STEP_S, rel=0.05)
 
 
 def profile_of(*shares: float) -> LatencyProfile:
