@@ -272,7 +272,7 @@ class Build:
 
     @cached_property
     def depth_study(self) -> DepthStudy | None:
-        """The depth network and what it was compared with; None where nothing is drafted."""
+        """The depth network and what it was compared with; None without a draft, or with too little text to learn."""
         decision, measured = self.decision, self.profile
         if decision.policy.default_shape.draft_depth == 0:
             return None
@@ -285,10 +285,11 @@ class Build:
             uncut = decision.policy.draft_vocabulary is None
             engine = self.whole_head_engine if uncut and self.whole_head_engine else self.step_engine
             study = decide.learn_depth(engine, decision, measured, self.trace)
-            (folder / "depth.ygg").write_bytes(wire.encode(DEPTH_FORMAT, study))
+            if study is not None:
+                (folder / "depth.ygg").write_bytes(wire.encode(DEPTH_FORMAT, study))
 
-        self._kept(entry, "train depth", 25, run)
-        return wire.read_file(DEPTH_FORMAT, DepthStudy, entry / "depth.ygg")
+        kept = self._kept(entry, "train depth", 25, run) / "depth.ygg"
+        return wire.read_file(DEPTH_FORMAT, DepthStudy, kept) if kept.exists() else None
 
     @property
     def settled(self) -> Decision:

@@ -206,7 +206,8 @@ def _train_depth(options: argparse.Namespace) -> int:
     _check_place(options.output)
     build = _made_build(options)
     study = build.depth_study
-    print(build.decision.reason if study is None else format_depth(study))
+    too_little = "the depth stays fixed: there is too little calibration text to learn it from"
+    print((build.decision.reason or too_little) if study is None else format_depth(study))
     if options.output is not None:
         if study is None or study.network is None:
             print(f"yggc: {options.output} is not written: there is no depth network to keep", file=sys.stderr)

@@ -185,8 +185,11 @@ def _tried(entry: search_tree.Scored, whole_head: bool = False) -> TriedTree:
 
 def learn_depth(
     engine: Engine, decision: Decision, measured: LatencyProfile, traced: CalibrationTrace
-) -> train_depth.DepthStudy:
-    """Train the depth network for the trees of a decision that speculates. engine: with the drafter it chose."""
+) -> train_depth.DepthStudy | None:
+    """Train the depth network for the trees of a decision that speculates; None where there is too little text for it.
+
+    engine: with the drafter that was chosen.
+    """
     policy = decision.policy
     prices = replace(_open_prices(measured, _points(measured, policy)), token_s=decision.token_s)
     limits = engine.decoder.draft.limits

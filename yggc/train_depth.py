@@ -33,6 +33,9 @@ DEEPER = 3
 VALIDATE_EVERY = 5
 """Of the texts, every fifth tells when to stop training and how far to trust the result."""
 
+FEWEST_ROOTS = 200
+"""Roots to learn from below which nothing is learned."""
+
 EPOCHS, PATIENCE, BATCH = 60, 10, 64
 LEARNING_RATE, WEIGHT_DECAY, DROPOUT = 2e-3, 0.05, 0.2
 SOFTNESS = 0.1
@@ -91,15 +94,19 @@ def study_depth(
     policy: TreePolicy,
     menu: tuple[int, ...],
     prices: Prices,
-) -> DepthStudy:
-    """Train on texts, compare on those held out, and keep the network where it wins.
+) -> DepthStudy | None:
+    """Train on texts, compare on those held out, and keep the network where it wins; None with too little text.
 
     grown, held_out_grown: the trees of each text, as deep as the menu's last depth.
     policy: with a fixed depth above 0. prices: with every measured verify width, and lambda.
     """
     candidate = Candidate(policy.draft_width, policy.children_per_node)
     assert prices.token_s is not None
-    network = fit_network(gather(texts, grown, menu, prices), menu, typical_widths(grown, menu, prices), prices.token_s)
+    samples = gather(texts, grown, menu, prices)
+    unseen = gather(held_out, held_out_grown, menu, prices)
+    if samples.text.size < FEWEST_ROOTS or not unseen.text.size:
+        return None
+    network = fit_network(samples, menu, typical_widths(grown, menu, prices), prices.token_s)
     token_s = _settled(prices, lambda priced: _learned(texts, grown, policy, menu, network, priced))
     wide = replace(prices, token_s=token_s)
     learned = _learned(held_out, held_out_grown, policy, menu, network, wide)
@@ -107,7 +114,7 @@ def study_depth(
     best = min(fixed, key=lambda depth: fixed[depth])
     threshold = min(CONFIDENCES, key=lambda each: _confident(grown, menu, each, prices).tpot_s)
     oracle_s = _settled(prices, lambda priced: _oracle(held_out_grown, menu, priced))
-    promised, emitted = _promises(held_out, held_out_grown, menu, network, wide)
+    promised, emitted = _promises(unseen, menu, network, token_s)
     plain_s = learned.plain_tpot_s
     figures = DepthFigures(
         fixed_depth=best,
@@ -190,11 +197,8 @@ def fit_network(
     """Train, stop where validation stops improving, and scale each head to what it is worth there.
 
     It begins with the mean tokens of each depth, which choose the best fixed one, and stays there where rows tell
-    nothing.
-    Raises ValueError when there are no samples.
+    nothing. samples: at least FEWEST_ROOTS.
     """
-    if not samples.text.size:
-        raise ValueError("a depth network needs texts longer than the deepest tree")
     is_validation = np.unique(samples.text, return_inverse=True)[1] % VALIDATE_EVERY == VALIDATE_EVERY - 1
     if not is_validation.any() or is_validation.all():
         is_validation = np.arange(samples.text.size) % VALIDATE_EVERY == VALIDATE_EVERY - 1
@@ -324,17 +328,9 @@ def _confident(grown: Sequence[GrownText], menu: Sequence[int], threshold: float
     return add_up(parts)
 
 
-def _promises(
-    texts: Sequence[TracedText],
-    grown: Sequence[GrownText],
-    menu: Sequence[int],
-    network: DepthNetwork,
-    prices: Prices,
-) -> tuple[float, float]:
+def _promises(samples: Samples, menu: Sequence[int], network: DepthNetwork, token_s: float) -> tuple[float, float]:
     """Tokens per iteration that the network expects of its choices, and what comes, over all roots."""
-    samples = gather(texts, grown, menu, prices)
     expected = network.expected_tokens(samples.hidden)[:, : len(menu)]
-    assert prices.token_s is not None
-    chosen = np.argmax(expected - samples.seconds.mean(axis=0) / prices.token_s, axis=1)
+    chosen = np.argmax(expected - samples.seconds.mean(axis=0) / token_s, axis=1)
     rows = np.arange(chosen.size)
     return float(expected[rows, chosen].mean()), float(samples.tokens[rows, chosen].mean())

@@ -19,7 +19,7 @@ from yggc import train_depth
 from yggc.depth_onnx import write_onnx
 from yggc.simulate import GrownText, Prices, grow_text
 from yggc.trace import TracedText, trace_text
-from yggc.train_depth import Samples, depth_menu, fit_network, gather, study_depth
+from yggc.train_depth import depth_menu, fit_network, gather, study_depth
 from yggrt import wire
 from yggrt.bench import BenchPrompt
 from yggrt.bundle import table_tensor
@@ -142,10 +142,12 @@ def test_samples_say_what_each_depth_does_at_each_root():
     assert (np.diff(samples.seconds, axis=1) > 0).all()
 
 
-def test_no_samples_are_refused():
-    nothing = Samples(np.zeros((0, 4), np.float32), np.zeros((0, 4)), np.zeros((0, 4)), np.zeros(0, np.int64))
-    with pytest.raises(ValueError, match="longer than the deepest tree"):
-        fit_network(nothing, MENU, (1, 2, 3, 5), 1.0)
+def test_too_little_text_teaches_nothing():
+    assert study(told=True, num_texts=3) is None
+    short = [(replace(text, budget=len(text.answer_ids)), trees) for text, trees in (made_text(1, True),)]
+    texts, grown = [text for text, _ in short], [trees for _, trees in short]
+    deep = tuple(range(8))
+    assert study_depth(texts, grown, texts, grown, policy_of(), deep[:5], made_prices()) is None
 
 
 def test_the_menu_goes_deeper_than_the_best_fixed_depth_as_far_as_was_compiled():
