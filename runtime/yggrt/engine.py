@@ -409,7 +409,7 @@ class Engine:
         tokens = list(prompt_ids)
         plain, choose = options.plain, None
         if not options.sampling.is_argmax:
-            choose = TokenChooser(options.sampling, prompt_ids, self.vocab_size).choose
+            choose = TokenChooser(options.sampling, prompt_ids).choose
         pace = None if plain else self.pace
         if pace is not None:
             pace.start()

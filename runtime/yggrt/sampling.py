@@ -2,7 +2,8 @@
 
 The meaning and the order are those of transformers: penalty, temperature, top-k, top-p, min-p. A request draws one
 number for each of its tokens, in their order, from a generator of its own. Invariant: what is drawn depends on the
-logits, the options and the seed alone, so that plain and speculative decoding with one seed say the same.
+logits, the options and the seed alone, so that plain and speculative decoding with one seed say the same. Chances are
+float32, their sums float64.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are temperature 0."""
 
-SORTED_AT_FIRST = 1024
-"""Tokens that top-p sorts before it sorts them all: nearly always enough."""
+DRAW_BLOCK = 256
+"""Tokens whose chances are summed together before one of them is looked for."""
+
+Scores = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,51 +82,66 @@ class TokenChooser:
     history: tokens of the prompt.
     """
 
-    def __init__(self, options: SamplingOptions, history: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, options: SamplingOptions, history: Sequence[int]) -> None:
         self.options = options
         self._generator = np.random.default_rng(options.seed)
-        self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-        self._seen[torch.tensor(history, dtype=torch.int64)] = True
+        self._seen = dict.fromkeys(history)
 
     def choose(self, logits: Tensor) -> int:
         """The next token. logits: [V], the verifier's after all tokens chosen so far. It counts as said from now on."""
-        scores = penalized(logits.double(), self._seen, self.options.repetition_penalty)
+        scores = logits.float().numpy()
+        if self.options.repetition_penalty != 1.0:
+            scores = penalized(scores, list(self._seen), self.options.repetition_penalty)
         if self.options.is_greedy:
             token = int(scores.argmax())
         else:
-            sums = law(scores, self.options).cumsum(0)
-            at = self._generator.random() * float(sums[-1])
-            token = min(int(torch.searchsorted(sums, at, right=True)), int(sums.argmax()))
-        self._seen[token] = True
+            token = draw(law(scores, self.options), self._generator.random())
+        self._seen[token] = None
         return token
 
 
-def penalized(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits with the repetition penalty. scores: float64[V]; seen: bool[V]."""
-    if penalty == 1.0:
-        return scores
-    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+def penalized(scores: Scores, seen: Sequence[int], penalty: float) -> Scores:
+    """Logits with the repetition penalty. scores: float32[V]; seen: tokens of the prompt and the text."""
+    scores = scores.copy()
+    said = scores[seen]
+    scores[seen] = np.where(said < 0, said * penalty, said / penalty)
+    return scores
 
 
-def law(scores: Tensor, options: SamplingOptions) -> Tensor:
-    """The law to draw from, up to a factor: float64[V], not negative. scores: float64[V], penalized."""
-    scores = scores / options.temperature
-    if 0 < options.top_k < scores.numel():
-        least = scores.topk(options.top_k).values[-1]
-        scores = torch.where(scores < least, -torch.inf, scores)
-    chances = scores.softmax(0)
+def law(scores: Scores, options: SamplingOptions) -> Scores:
+    """The law to draw from, up to a factor: float32[V], the most likely token at 1. scores: float32[V], penalized."""
+    scores = scores / np.float32(options.temperature)
+    if 0 < options.top_k < scores.size:
+        least = np.partition(scores, -options.top_k)[-options.top_k]
+        scores = np.where(scores < least, np.float32(-np.inf), scores)
+    chances: Scores = np.exp(scores - scores.max())
     if options.top_p < 1.0:
         chances = _most_likely(chances, options.top_p)
     if options.min_p > 0.0:
-        chances = torch.where(chances < options.min_p * chances.max(), 0.0, chances)
+        chances = np.where(chances < options.min_p, np.float32(0), chances)
     return chances
 
 
-def _most_likely(chances: Tensor, share: float) -> Tensor:
+def _most_likely(chances: Scores, share: float) -> Scores:
     """The fewest tokens, the most likely first, that hold `share` of the law; the others at 0."""
-    values, tokens = chances.topk(min(SORTED_AT_FIRST, chances.numel()))
-    if float(values.sum()) < share:
-        values, tokens = chances.sort(descending=True)
-    kept = values.cumsum(0) - values < share
-    kept[0] = True
-    return torch.zeros_like(chances).scatter(0, tokens[kept], values[kept])
+    total = float(chances.sum(dtype=np.float64))
+    likely = np.flatnonzero(chances >= (1 - share) * total / chances.size)  # the others hold less than 1 - share
+    ordered = likely[np.argsort(-chances[likely], kind="stable")]
+    sums = chances[ordered].cumsum(dtype=np.float64)
+    kept = ordered[: max(1, int(np.searchsorted(sums, share * total)) + 1)]
+    found = np.zeros_like(chances)
+    found[kept] = chances[kept]
+    return found
+
+
+def draw(chances: Scores, number: float) -> int:
+    """The token at which the running sum of a law passes this share of it. chances: float32[V]; number: from 0 below 1.
+
+    Sums are float64, of blocks first, then within one.
+    """
+    blocks = np.pad(chances, (0, -chances.size % DRAW_BLOCK)).reshape(-1, DRAW_BLOCK)
+    sums = blocks.sum(axis=1, dtype=np.float64).cumsum()
+    at = number * sums[-1]
+    block = min(int(np.searchsorted(sums, at, side="right")), int(sums.argmax()))
+    within = blocks[block].cumsum(dtype=np.float64) + (sums[block - 1] if block else 0.0)
+    return block * DRAW_BLOCK + min(int(np.searchsorted(within, at, side="right")), int(within.argmax()))
