@@ -27,7 +27,8 @@ SCREENED_TEXTS = 10
 """Texts, spread over the categories, that every candidate tree is tried on."""
 
 GROWTH_S = 20.0
-"""Most that growing trees for the depth network may take; it then learns from fewer texts."""
+"""What growing the trees that the depth network learns from should take; with more it learns from fewer texts, of which
+SCREENED_TEXTS are the least. Those of the held-out texts come on top."""
 
 HEAD_TEXTS = 24
 """Texts that the drafter's whole output layer is tried on beside the cut one, with the best tree."""
@@ -193,9 +194,8 @@ def learn_depth(
     policy = decision.policy
     prices = replace(_open_prices(measured, _points(measured, policy)), token_s=decision.token_s)
     limits = engine.decoder.draft.limits
-    menu = train_depth.depth_menu(
-        policy.default_shape.draft_depth, draft_depths(policy.draft_width, limits.max_nodes)
-    )  # fmt: skip
+    depths = draft_depths(policy.draft_width, limits.max_nodes)
+    menu = train_depth.depth_menu(policy.default_shape.draft_depth, depths)
     candidate = Candidate(policy.draft_width, policy.children_per_node)
     longest = max(len(text.answer_ids) for text in traced.fit)
     text_s = longest * prices.times.draft_s(policy.draft_width, menu[-1], EXTENT_BUCKET)

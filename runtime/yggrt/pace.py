@@ -66,6 +66,7 @@ class Pace:
         self.verify_widths = policy.verify_widths
         self._network = network
         self._learned_costs: dict[tuple[int, bool], NDArray[np.float64]] = {}
+        self._reading_s: dict[int, float] = {}
         self._times, self._host = times, host
         self._plain_width, self._token_s = plain_width, token_s
         self._menu = np.array(policy.verify_widths)
@@ -111,8 +112,12 @@ class Pace:
 
     def _next_s(self, depth: int, verify_width: int, extent: int) -> float:
         """Seconds of the next iteration, with what the drafter has to read first."""
-        reading = self._times.draft_s(self.draft_width, 1, extent) if depth and self._behind else 0.0
-        return self.iteration_s(depth, verify_width, extent) + reading
+        seconds = self.iteration_s(depth, verify_width, extent)
+        if depth and self._behind:
+            if extent not in self._reading_s:
+                self._reading_s[extent] = self._times.draft_s(self.draft_width, 1, extent)
+            seconds += self._reading_s[extent]
+        return seconds
 
     def verify_width(self, values: NDArray[np.float32], extent: int) -> int:
         """W_v of the menu that is worth most. values: float32[N], logs, most valuable first, the root's 0 among them.

@@ -146,8 +146,7 @@ def test_too_little_text_teaches_nothing():
     assert study(told=True, num_texts=3) is None
     short = [(replace(text, budget=len(text.answer_ids)), trees) for text, trees in (made_text(1, True),)]
     texts, grown = [text for text, _ in short], [trees for _, trees in short]
-    deep = tuple(range(8))
-    assert study_depth(texts, grown, texts, grown, policy_of(), deep[:5], made_prices()) is None
+    assert study_depth(texts, grown, texts, grown, policy_of(), MENU, made_prices()) is None
 
 
 def test_the_menu_goes_deeper_than_the_best_fixed_depth_as_far_as_was_compiled():
