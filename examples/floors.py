@@ -26,7 +26,7 @@ from yggc.progress import Progress
 from yggc.stage_cache import cache_folder
 from yggrt.breakdown import EXTENT, REFERENCE_SHAPE
 from yggrt.errors import YggError
-from yggrt.tree import TreeShape
+from yggrt.tree import PLAIN, TreeShape
 
 BUNDLE = Path("floors.bundle")
 REPEATS = 15
@@ -69,7 +69,7 @@ def main() -> int:
     def verify(width: int) -> Callable[[], object]:
         def step() -> None:
             decoder.plain_width = width
-            decoder.decode_plain(tokens)
+            decoder.decode(tokens, PLAIN)
 
         return step
 
@@ -80,19 +80,19 @@ def main() -> int:
         f"verify W={shape.verify_width}": verify(shape.verify_width),
         "draft pass": lambda: decoder.draft_tree(tokens, TreeShape(shape.draft_width, 1, 1)),
         "draft": lambda: decoder.draft_tree(tokens, shape),
-        "iteration": lambda: decoder.decode_speculative(tokens, shape),
+        "iteration": lambda: decoder.decode(tokens, shape),
     }
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     compiled = 0.0
     for repeat in range(REPEATS + WARM_UPS):
         for name, run in runs.items():
-            before = sum(decoder.clock.seconds[stage] for stage in ("draft", "verify"))
+            before = decoder.compiled_s
             started = perf_counter()
             run()
             if repeat >= WARM_UPS:
                 seconds[name].append(perf_counter() - started)
                 if name == "iteration":
-                    compiled += sum(decoder.clock.seconds[stage] for stage in ("draft", "verify")) - before
+                    compiled += decoder.compiled_s - before
     took = {name: median(samples) for name, samples in seconds.items()}
     for name, samples in seconds.items():
         low, _, high = quantiles(samples, n=4)

@@ -13,6 +13,7 @@ import torch
 
 from tests import toy
 from yggrt.plan import DraftGraph, Plan, TreePolicy, read_plan, write_plan
+from yggrt.schedule import sequential_schedule
 from yggrt.tree import TreeShape
 
 FIXED_SHAPE = TreeShape(draft_width=4, draft_depth=2, verify_width=4)
@@ -93,5 +94,5 @@ def with_fixed_shape(plan: Plan) -> Plan:
     graphs = (DraftGraph(FIXED_SHAPE.draft_depth, True, 0.002, 0.001),)
     return replace(
         plan, policy=policy, draft_graphs=graphs, token_s=None, depth_network=None, depth_figures=None,
-        prediction=None,
+        prediction=None, schedule=sequential_schedule(plan.num_threads), schedule_study=None,
     )  # fmt: skip

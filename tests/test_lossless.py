@@ -16,8 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from tests import toy
 from tests.yggc.checkpoint_makers import make_tokenizer
 from yggrt.errors import ArtifactError
+from yggrt.executor import Iteration
 from yggrt.text import TextCodec, TextSpec
-from yggrt.tree import Tree, TreeShape
+from yggrt.tree import PLAIN, TreeShape
 
 SHAPES = [
     TreeShape(1, 1, 2),
@@ -164,13 +165,14 @@ def test_no_node_of_a_tree_has_a_position_beyond_the_context():
 def test_past_the_drafters_context_it_decodes_plainly_and_says_so(verifier, monkeypatch):
     engine = toy.make_engine(toy.make_drafter("always", verifier), verifier, TreeShape(8, 4, 16), drafter_context=20)
     prompt, reached = prompt_of(10), []
-    draft_tree = engine.decoder.draft_tree
+    head = engine.decoder.stages["head"]
 
-    def watched(tokens: list[int], shape: TreeShape) -> Tree:
-        reached.append(len(tokens) + shape.draft_depth)
-        return draft_tree(tokens, shape)
+    def watched(iteration: Iteration) -> None:
+        if iteration.shape.draft_depth:
+            reached.append(len(iteration.tokens) + iteration.shape.draft_depth)
+        head(iteration)
 
-    monkeypatch.setattr(engine.decoder, "draft_tree", watched)
+    monkeypatch.setattr(engine.decoder, "stages", {**engine.decoder.stages, "head": watched})
     found = engine.generate(prompt, max_new_tokens=40)
     assert list(found.token_ids) == toy.hf_greedy(verifier, prompt, 40)
     assert found.stats.notices == ("decoded plainly past the drafter's context of 20 tokens",)
@@ -211,10 +213,10 @@ def test_after_every_iteration_both_caches_equal_a_fresh_prefill(verifier, model
     for iteration in range(8):
         depth = iteration % (shape.draft_depth + 1)  # shallower trees and plain steps between full ones
         if depth == 0:
-            outcome = decoder.decode_plain(tokens)
+            outcome = decoder.decode(tokens, PLAIN)
         else:
             width = min(shape.verify_width, 1 + depth * shape.draft_width)
-            outcome = decoder.decode_speculative(tokens, TreeShape(shape.draft_width, depth, width))
+            outcome = decoder.decode(tokens, TreeShape(shape.draft_width, depth, width))
         tokens += outcome.tokens
         most_accepted = max(most_accepted, len(outcome.tokens) - 1)
         decoder.flush_moves()

@@ -16,7 +16,7 @@ from yggc.export import eager_run, verify_step
 from yggrt.artifacts import MASK_VALUE, Step, fused_draft_inputs, load_package, load_weights
 from yggrt.errors import ArtifactError, YggError
 from yggrt.kvcache import KvCache
-from yggrt.tree import TreeShape
+from yggrt.tree import PLAIN, TreeShape
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def test_a_token_has_the_same_logits_alone_and_in_a_tree_bit_for_bit(engine, mon
                 tokens += emitted
         return found
 
-    alone = logits_by_position(decoder.decode_plain)
-    in_trees = logits_by_position(lambda tokens: decoder.decode_speculative(tokens, engine.shape))
+    alone = logits_by_position(lambda tokens: decoder.decode(tokens, PLAIN))
+    in_trees = logits_by_position(lambda tokens: decoder.decode(tokens, engine.shape))
     assert len(alone) >= 40
     several = 0
     for position in sorted(set(alone) & set(in_trees)):
@@ -134,7 +134,7 @@ def test_the_compiled_fused_draft_grows_the_tree_of_single_passes(engine, toy_bu
             at_once = decoder.draft_tree(tokens, shape)
             for name in ("tokens", "parents", "depths", "values"):
                 assert np.array_equal(getattr(at_once, name), getattr(by_passes, name)), name
-            tokens += decoder.decode_speculative(tokens, shape).tokens
+            tokens += decoder.decode(tokens, shape).tokens
     finally:
         decoder.fused = before
 
@@ -146,7 +146,7 @@ def test_compiled_caches_equal_a_fresh_prefill(engine):
     tokens = prompt_of(9, seed=5)
     tokens += decoder.prefill(tokens).tokens
     for _ in range(4):
-        tokens += decoder.decode_speculative(tokens, engine.shape).tokens
+        tokens += decoder.decode(tokens, engine.shape).tokens
     decoder.flush_moves()
     committed = {id(cache): cache.num_committed for cache in (decoder.verifier_cache, decoder.drafter_cache)}
     kept = {
@@ -283,7 +283,7 @@ def test_stats_add_up(engine):
     assert 39 - stats.iterations <= stats.accepted <= stats.drafted
     assert stats.tokens_per_s == pytest.approx(1 / stats.tpot_s)
     assert 0 < stats.host_share < 1 and stats.ttft_s > 0
-    assert {stage.stage for stage in stats.stages} >= {"draft", "verify", "accept"}
+    assert {stage.stage for stage in stats.stages} >= {"head", "verify", "accept"}
 
 
 @pytest.mark.field(38)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from yggc.export import StepModule, draft_pass, eager_run, verify_step
 from yggrt.artifacts import Step, StepLimits
+from yggrt.depth import DepthNetwork
 from yggrt.engine import Engine
 from yggrt.executor import Decoder
 from yggrt.kvcache import KvCache, rows_needed
@@ -91,9 +92,15 @@ def make_engine(
     vocab_size: int = VOCAB_SIZE,
     children: int | None = None,
     vocabulary: tuple[int, ...] | None = None,
+    spare_passes: int = 0,
+    network: DepthNetwork | None = None,
 ) -> Engine:
-    """An engine over eager steps. children: K; 1 with a draft width of 1 makes the tree a chain."""
-    limits = make_limits(shape, max_context, children)
+    """An engine over eager steps. children: K; 1 with a draft width of 1 makes the tree a chain.
+
+    spare_passes: of drafts ahead of time, that the steps hold beside the shape's own.
+    """
+    deepest = TreeShape(shape.draft_width, shape.draft_depth + spare_passes, shape.verify_width)
+    limits = make_limits(deepest, max_context, children)
     verify, draft = make_steps(drafter, verifier, limits, vocab_size, vocabulary)
     table = identity_table(limits.num_children, NUM_KNOTS)
     decoder = Decoder(
@@ -106,6 +113,7 @@ def make_engine(
         torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),
         max_context,
         plain_width,
+        network,
     )
     return Engine(decoder, shape, codec, frozenset(eos_ids), vocab_size, drafter_context, torch.get_num_threads())
 

@@ -14,10 +14,22 @@ from pathlib import Path
 
 import torch
 
-from yggc import calibrate, decide, head_cut, profile, search_tree, simulate, steps, trace, train_depth
+from yggc import (
+    calibrate,
+    decide,
+    head_cut,
+    profile,
+    schedule,
+    search_tree,
+    simulate,
+    stages,
+    steps,
+    trace,
+    train_depth,
+)
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
 from yggc.config import DEFAULT_MAX_CONTEXT, BuildOptions
-from yggc.decide import Decision, Forecast, TriedTree
+from yggc.decide import ChosenSchedule, Decision, Forecast, TriedTree
 from yggc.emit import emit_bundle, make_plan, text_spec
 from yggc.inspect import PairSpec, inspect_pair, preflight
 from yggc.profile import LatencyProfile, wait_until_idle
@@ -28,13 +40,16 @@ from yggc.steps import CompiledStep, WantedStep, compile_kernels_once, compile_s
 from yggc.trace import CalibrationTrace, PromptSet, make_trace, read_prompt_set, read_trace, shipped_prompts
 from yggc.train_depth import DepthStudy
 from yggc.versions import check_versions
-from yggrt import depth, latency, pace, wire
+from yggrt import depth, executor, lanes, latency, pace, wire
+from yggrt import schedule as rt_schedule
+from yggrt.bundle import table_tensor
 from yggrt.engine import Engine
 from yggrt.errors import BuildError, PairError
 from yggrt.plan import MANIFEST_FILE, CalibrationRecord, Plan, read_plan
 from yggrt.target import Target, detect_target
 
 PROFILE_FORMAT = wire.FileFormat("profile", b"YGGPROF\0", 1, 1, BuildError)
+SCHEDULE_FORMAT = wire.FileFormat("schedule", b"YGGSCHD\0", 1, 1, BuildError)
 FORECAST_FORMAT = wire.FileFormat("forecast", b"YGGFCST\0", 1, 1, BuildError)
 DEPTH_FORMAT = wire.FileFormat("depth network", b"YGGDPTH\0", 1, 1, BuildError)
 DECISION_FORMAT = wire.FileFormat("search result", b"YGGSRCH\0", 1, 1, BuildError)
@@ -329,6 +344,28 @@ class Build:
         self._kept(entry, "predict", 15, run)
         return wire.read_file(FORECAST_FORMAT, Forecast, entry / "forecast.ygg")
 
+    @cached_property
+    def chosen_schedule(self) -> ChosenSchedule:
+        """How the stages of an iteration run: what was fastest of what the search found."""
+        decision, measured, made = self.settled, self.profile, self.forecast
+        network = None if self.depth_study is None else self.depth_study.network
+        fused = [step for step in self.fused_steps if any(graph.fused for graph in made.draft_graphs)]
+        entry = self._measured(
+            "schedule", decide, schedule, stages, lanes, rt_schedule, executor, forecast=repr(made),
+            decision=repr(decision), network=repr(network),
+        )  # fmt: skip
+
+        def run(folder: Path) -> None:
+            engine = self.engine((*self.steps, *fused))
+            engine.decoder.draft_width = decision.policy.draft_width
+            engine.decoder.table = table_tensor(decision.table, decision.policy.children_per_node)
+            engine.decoder.plain_width = profile.plain_width(made.points)
+            chosen = decide.choose_schedule(engine, decision, network, made, measured, self.trace, self.progress.say)
+            (folder / "schedule.ygg").write_bytes(wire.encode(SCHEDULE_FORMAT, chosen))
+
+        self._kept(entry, "schedule", 20, run)
+        return wire.read_file(SCHEDULE_FORMAT, ChosenSchedule, entry / "schedule.ygg")
+
     # ---- emit ----
 
     def plan(self) -> Plan:
@@ -339,7 +376,7 @@ class Build:
         record = CalibrationRecord(self.trace.name, self.trace.sha256, len(self.trace.texts), self.trace.num_tokens)
         return make_plan(
             self.options, self.target, self.steps, (self.drafter, self.verifier), self.max_context, decision,
-            self.depth_study, made, self.profile.host, record,
+            self.depth_study, made, self.profile.host, record, self.chosen_schedule,
         )  # fmt: skip
 
     def emit(self) -> BuildReport:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from yggc import calibrate, profile, search_tree, train_depth
+from yggc import calibrate, profile, schedule, search_tree, train_depth
 from yggc.config import DRAFT_WIDTHS, draft_depths
 from yggc.profile import LatencyProfile, plain_width
 from yggc.search_tree import Candidate, policy_of, reason_for_plain, score
@@ -20,7 +20,8 @@ from yggrt.engine import Engine
 from yggrt.kvcache import EXTENT_BUCKET
 from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.pace import Pace
-from yggrt.plan import AcceptanceTable, DraftGraph, Prediction, TreePolicy
+from yggrt.plan import AcceptanceTable, DraftGraph, Prediction, ScheduleStudy, TreePolicy
+from yggrt.schedule import StageSchedule, sequential_schedule
 from yggrt.tree import TreeShape
 
 SCREENED_TEXTS = 10
@@ -234,3 +235,35 @@ def forecast(
     simulated = add_up(parts)
     prediction = Prediction(simulated.tpot_s, simulated.plain_tpot_s, simulated.tokens_per_iteration)
     return Forecast(graphs, points, prediction)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSchedule:
+    """How the stages of an iteration run. study: what it was chosen by; None where there is nothing to draft."""
+
+    schedule: StageSchedule
+    study: ScheduleStudy | None
+
+
+def choose_schedule(
+    engine: Engine,
+    decision: Decision,
+    network: DepthNetwork | None,
+    made: Forecast,
+    measured: LatencyProfile,
+    traced: CalibrationTrace,
+    say: Callable[[str], object],
+) -> ChosenSchedule:
+    """Search the stage schedules of a decision, run the best few, keep the fastest. engine: of the plan's steps."""
+    policy, shape = decision.policy, decision.policy.default_shape
+    if shape.draft_depth == 0:
+        return ChosenSchedule(sequential_schedule(engine.num_threads), None)
+    rows = plain_width(made.points)
+    prices = Prices(StepTimes(made.points), measured.host, rows, policy.verify_widths, decision.token_s)
+    pace = schedule.SteadyPace(policy, prices.times, measured.host, rows, decision.token_s, network)
+    texts = spread(traced.fit, SCREENED_TEXTS)
+    candidate = Candidate(policy.draft_width, policy.children_per_node)
+    deeper = 1 + policy.draft_width * (shape.draft_depth + 1) <= engine.decoder.draft.limits.max_nodes
+    grown = _grown(engine, texts, candidate, shape.draft_depth + deeper, decision.table)
+    chosen, study = schedule.study_schedule(engine, pace, grown, texts, prices, network is not None, say)
+    return ChosenSchedule(chosen, study)

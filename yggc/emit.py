@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from yggc import __version__
 from yggc.checkpoints import Checkpoint
 from yggc.config import BuildOptions
-from yggc.decide import Decision, Forecast
+from yggc.decide import ChosenSchedule, Decision, Forecast
 from yggc.depth_onnx import ONNX_FILE, write_onnx
 from yggc.profile import plain_width
 from yggc.stage_cache import place_folder, remove_abandoned
@@ -36,11 +37,12 @@ from yggrt.plan import (
     ModelIdentity,
     ModelLayout,
     Plan,
+    Prediction,
     Provenance,
-    sequential_schedule,
     write_manifest,
     write_plan,
 )
+from yggrt.schedule import StageSchedule, sequential_schedule
 from yggrt.target import Target, piecewise_sha256, release
 from yggrt.text import TextSpec
 
@@ -56,10 +58,12 @@ def make_plan(
     forecast: Forecast,
     host: HostSeconds,
     calibration: CalibrationRecord,
+    chosen: ChosenSchedule,
 ) -> Plan:
     """The decisions of a build, with the measurements they rest on. pair: drafter and verifier; study: of the depth."""
     verify, draft = steps[:2]
     policy = decision.policy
+    network = None if study is None else study.network
     return Plan(
         sku=target.sku,
         target=target.kind,
@@ -69,19 +73,28 @@ def make_plan(
         drafter=_identity(draft, pair[0], options.dtype),
         verifier=_identity(verify, pair[1], options.dtype),
         policy=policy,
-        schedule=sequential_schedule(),
+        schedule=chosen.schedule,
+        schedule_study=chosen.study,
         acceptance_table=decision.table,
         plain_width=plain_width(forecast.points),
         draft_graphs=forecast.draft_graphs,
         curves=forecast.points,
         host=host,
         token_s=decision.token_s,
-        depth_network=None if study is None else study.network,
+        depth_network=network,
         depth_figures=None if study is None else study.figures,
         calibration=calibration,
-        prediction=forecast.prediction,
+        prediction=_predicted(forecast.prediction, chosen, sequential_schedule(options.threads, network is not None)),
         provenance=Provenance(__version__, str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")),
     )
+
+
+def _predicted(prediction: Prediction, chosen: ChosenSchedule, sequential: StageSchedule) -> Prediction:
+    """The forecast, which is of the sequential schedule, with what the chosen one was measured to save."""
+    if chosen.study is None:
+        return prediction
+    token_s = {each.schedule: each.token_s for each in chosen.study.tried}
+    return replace(prediction, tpot_s=prediction.tpot_s * token_s[chosen.schedule] / token_s[sequential])
 
 
 def emit_bundle(

@@ -10,6 +10,7 @@ Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +42,14 @@ class _StepState:
     visited: list[int] = field(default_factory=list)
 
 
-_active: list[_StepState | list[LayerLayout]] = []
+class _Active(threading.local):
+    """The step that runs, or the record of layers that is made, innermost last; each thread has its own."""
+
+    def __init__(self) -> None:
+        self.stack: list[_StepState | list[LayerLayout]] = []
+
+
+_active = _Active()
 
 
 def step_attention(
@@ -66,7 +74,7 @@ def step_attention(
             f"{type(module).__name__} asks for attention with {', '.join(refused)}; plain scaled-dot-product "
             "attention, full or with a sliding window, is accepted"
         )
-    state = _active[-1]
+    state = _active.stack[-1]
     if isinstance(state, list):
         state.append(LayerLayout(key.shape[1], key.shape[3], value.shape[3], sliding_window))
         mask = None
@@ -99,11 +107,11 @@ AttentionInterface.register(ATTENTION_NAME, step_attention)
 
 @contextmanager
 def _running(state: _StepState | list[LayerLayout]) -> Iterator[None]:
-    _active.append(state)
+    _active.stack.append(state)
     try:
         yield
     finally:
-        _active.pop()
+        _active.stack.pop()
 
 
 def layer_layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:

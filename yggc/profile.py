@@ -21,7 +21,7 @@ from yggrt.engine import Engine, GenerationStats
 from yggrt.executor import Decoder
 from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.plan import DraftGraph, HostSeconds
-from yggrt.tree import TreeShape
+from yggrt.tree import PLAIN, TreeShape
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -144,7 +144,7 @@ def _extents(max_context: int) -> list[int]:
 def _verify(decoder: Decoder, tokens: list[int], width: int) -> None:
     chosen, decoder.plain_width = decoder.plain_width, width
     try:
-        decoder.decode_plain(tokens)
+        decoder.decode(tokens, PLAIN)
     finally:
         decoder.plain_width = chosen
 

@@ -201,7 +201,6 @@ def replay(
     """
     plain = outcomes(grown, 0, prices)
     by_root = np.broadcast_to(depth, grown.num_roots)
-    nothing = np.zeros(0, np.float32)
     plain_extents = extents_of(grown, 1, prices)
     by_depth = {0: plain}
     if pace is not None:
@@ -213,7 +212,8 @@ def replay(
         plain_extent = int(plain_extents[tokens])
         wanted = int(by_root[tokens])
         if pace is not None:
-            wanted = pace.shape(nothing if expected is None else expected[tokens], plain_extent).draft_depth
+            worth = None if expected is None else pace.worth(expected[tokens : tokens + 1], plain_extent, behind)
+            wanted = pace.shape(None if worth is None else worth[0]).draft_depth
         wanted = min(wanted, grown.budget - 1 - tokens - 1)  # the budget's end, as the engine sees it
         if wanted not in by_depth:
             by_depth[wanted] = outcomes(grown, wanted, prices)

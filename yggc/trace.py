@@ -26,7 +26,7 @@ from yggrt.engine import Engine
 from yggrt.errors import TraceFormatError
 from yggrt.plan import identity_table
 from yggrt.text import OutputStream
-from yggrt.tree import TreeShape
+from yggrt.tree import PLAIN, TreeShape
 
 TRACE_VERSION = 1
 ANSWER_TOKENS = 48
@@ -163,7 +163,7 @@ def trace_text(engine: Engine, prompt: BenchPrompt, held_out: bool, answer_token
     tokens += rounds[0].tokens
     hidden = [rounds[0].hidden.float().numpy().copy()]
     while not finished:
-        rounds.append(decoder.decode_plain(tokens))
+        rounds.append(decoder.decode(tokens, PLAIN))
         hidden.append(rounds[-1].hidden.float().numpy().copy())
         tokens += rounds[-1].tokens
         finished = output.push(rounds[-1].tokens[0])

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from yggrt.bundle import check_bundle, load
-    from yggrt.engine import Engine, GenerationResult, GenerationStats, Stream
+    from yggrt.engine import Engine, GenerationResult, Stream
     from yggrt.errors import YggError
+    from yggrt.stats import GenerationStats
 
 __version__ = "0.1.0"
 
@@ -31,7 +32,7 @@ _HOMES = {
     "load": "yggrt.bundle",
     "Engine": "yggrt.engine",
     "GenerationResult": "yggrt.engine",
-    "GenerationStats": "yggrt.engine",
+    "GenerationStats": "yggrt.stats",
     "Stream": "yggrt.engine",
     "YggError": "yggrt.errors",
 }

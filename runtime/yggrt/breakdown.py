@@ -19,8 +19,8 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from yggrt.artifacts import ROWS_PREFIX, load_weights
 from yggrt.engine import Engine
-from yggrt.executor import Decoder
-from yggrt.tree import TreeShape
+from yggrt.executor import SEQUENCE, Decoder, Iteration
+from yggrt.tree import PLAIN, TreeShape
 
 EXTENT = 256
 REFERENCE_SHAPE = TreeShape(draft_width=8, draft_depth=3, verify_width=8)
@@ -110,7 +110,7 @@ def _runs(decoder: Decoder, tokens: list[int], shapes: Sequence[TreeShape]) -> d
         def run() -> object:
             chosen, decoder.plain_width = decoder.plain_width, width
             try:
-                return decoder.decode_plain(tokens)
+                return decoder.decode(tokens, PLAIN)
             finally:
                 decoder.plain_width = chosen
 
@@ -126,7 +126,7 @@ def _runs(decoder: Decoder, tokens: list[int], shapes: Sequence[TreeShape]) -> d
             runs[name] = _Run(partial(decoder.draft_tree, tokens, drafted), 0, drafted.draft_depth)
     for shape in shapes:
         name = f"iteration {shape.draft_width}/{shape.draft_depth}/{shape.verify_width}"
-        runs[name] = _Run(partial(decoder.decode_speculative, tokens, shape), 1, shape.draft_depth)
+        runs[name] = _Run(partial(decoder.decode, tokens, shape), 1, shape.draft_depth)
     return runs
 
 
@@ -212,14 +212,16 @@ def _event_seconds(event: FunctionEvent) -> float:
 
 def _host_seconds(decoder: Decoder, tokens: list[int], shape: TreeShape) -> tuple[tuple[str, float], ...]:
     """Host seconds of an iteration by part, medians."""
-    parts: dict[str, list[float]] = {"cut": [], "accept": [], "between calls": []}
+    parts: dict[str, list[float]] = {"prune": [], "accept": [], "move": [], "between calls": []}
     for _ in range(REPEATS):
-        before = dict(decoder.clock.seconds)
-        total = _seconds(lambda: decoder.decode_speculative(tokens, shape))
-        spent = {stage: decoder.clock.seconds[stage] - before[stage] for stage in before}
-        parts["cut"].append(spent["cut"])
-        parts["accept"].append(spent["accept"])
-        parts["between calls"].append(total - sum(spent.values()))
+        compiled_before, iteration, around = decoder.compiled_s, Iteration(tokens, shape), 0.0
+        for stage in SEQUENCE:
+            taken = _seconds(partial(decoder.stages[stage], iteration))
+            if stage in parts:
+                parts[stage].append(taken)
+            else:
+                around += taken
+        parts["between calls"].append(around - (decoder.compiled_s - compiled_before))
     return tuple((name, median(samples)) for name, samples in parts.items())
 
 

@@ -121,6 +121,7 @@ def load(path: str | Path) -> Engine:
         manifest.drafter.context,
         manifest.num_threads,
         make_pace(plan),
+        plan.schedule,
     )
     engine.bundle = bundle
     engine.load_s = perf_counter() - started

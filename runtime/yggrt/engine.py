@@ -8,7 +8,6 @@ behind: the next one starts from empty caches.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,68 +16,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yggrt.errors import ArtifactError, TextError, YggError
-from yggrt.executor import COMPILED_STAGES, Decoder
+from yggrt.errors import TextError, YggError
+from yggrt.executor import Decoder, Iteration
+from yggrt.lanes import LaneExecutor, Span
+from yggrt.pace import Pace
+from yggrt.request import Request
 from yggrt.sampling import SamplingOptions, TokenChooser
+from yggrt.schedule import Stage, StageSchedule, sequential_schedule
+from yggrt.stats import GenerationStats, Recorder
 from yggrt.text import OutputStream, TextCodec
-from yggrt.tree import TreeShape
+from yggrt.tree import PLAIN, TreeShape
 
 if TYPE_CHECKING:
     from yggrt.bundle import Bundle
-    from yggrt.pace import Pace
 
 DEFAULT_MAX_NEW_TOKENS = 512
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class StageSeconds:
-    """Seconds of one request spent in one stage."""
-
-    stage: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationStats:
-    """How one request went.
-
-    mode:              "speculative" or "plain", as asked for.
-    iterations:        verifier calls after the prefill.
-    plain_iterations:  those of them without a draft.
-    depth_histogram:   entry i counts the iterations that drafted i passes.
-    fallbacks:         how often the draft became shallower, or was left out for a while, because it did not pay.
-    drafted, accepted: nodes the drafter added; drafted tokens that were emitted.
-    acceptance_length: tokens emitted per iteration, bonus token included; 0 where there was no iteration.
-    expected_length:   what the drafted values promised in its place, before anything was verified.
-    acceptance_histogram: entry i counts the iterations that emitted i tokens.
-    ttft_s, tpot_s:    seconds until the prompt is read and the first token chosen; seconds per token after it (None
-                       below two tokens).
-    tokens_per_s:      1 / tpot_s.
-    host_share:        share of the iterations' time outside compiled steps.
-    stages:            seconds by stage.
-    notices:           what the user should know, such as falling back to plain decoding.
-    """
-
-    mode: str
-    prompt_tokens: int
-    new_tokens: int
-    iterations: int
-    plain_iterations: int
-    depth_histogram: tuple[int, ...]
-    fallbacks: int
-    drafted: int
-    accepted: int
-    acceptance_length: float
-    expected_length: float
-    acceptance_histogram: tuple[int, ...]
-    ttft_s: float | None
-    tpot_s: float | None
-    tokens_per_s: float | None
-    host_share: float | None
-    stages: tuple[StageSeconds, ...]
-    notices: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,61 +102,6 @@ class Stream:
             self._pieces.close()
 
 
-class _Recorder:
-    """Counts one request; the consumer's own time between pieces is left out."""
-
-    def __init__(self, prompt_tokens: int, plain: bool) -> None:
-        self.mode = "plain" if plain else "speculative"
-        self.prompt_tokens = prompt_tokens
-        self.histogram: Counter[int] = Counter()
-        self.depths: Counter[int] = Counter()
-        self.drafted = self.accepted = self.fallbacks = 0
-        self.expected = 0.0
-        self.ttft_s: float | None = None
-        self.compiled_before_s = 0.0  # inside compiled steps until the first token
-        self.decode_s = 0.0
-        self.gaps: list[float] = []
-        self.notices: list[str] = []
-
-    def notice(self, text: str) -> None:
-        if text not in self.notices:
-            self.notices.append(text)
-
-    def stats(self, new_tokens: int, stages: Mapping[str, float]) -> GenerationStats:
-        iterations = sum(self.histogram.values())
-        emitted = sum(length * count for length, count in self.histogram.items())
-        tpot = self.decode_s / (new_tokens - 1) if new_tokens > 1 else None
-        plain_iterations = self.depths[0]
-        if self.fallbacks and plain_iterations:
-            self.notice("a part was decoded plainly, since drafts did not pay on this text")
-        compiled = sum(stages[stage] for stage in COMPILED_STAGES) - self.compiled_before_s
-        return GenerationStats(
-            mode=self.mode,
-            prompt_tokens=self.prompt_tokens,
-            new_tokens=new_tokens,
-            iterations=iterations,
-            plain_iterations=plain_iterations,
-            depth_histogram=_as_tuple(self.depths),
-            fallbacks=self.fallbacks,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            acceptance_length=emitted / iterations if iterations else 0.0,
-            expected_length=self.expected / iterations if iterations else 0.0,
-            acceptance_histogram=_as_tuple(self.histogram),
-            ttft_s=self.ttft_s,
-            tpot_s=tpot,
-            tokens_per_s=1 / tpot if tpot else None,
-            host_share=1 - compiled / self.decode_s if self.decode_s else None,
-            stages=tuple(StageSeconds(stage, seconds) for stage, seconds in stages.items()),
-            notices=tuple(self.notices),
-        )
-
-
-def _as_tuple(histogram: Counter[int]) -> tuple[int, ...]:
-    """Counts by index, from 0 on."""
-    return tuple(histogram[index] for index in range(max(histogram, default=0) + 1))
-
-
 class Engine:
     """Answers requests with one bundle. Threads are served in turn; engines are independent of each other.
 
@@ -213,6 +112,7 @@ class Engine:
     eos_ids:         tokens that end a text.
     drafter_context: positions the drafter can attend to.
     num_threads:     CPU threads of the compiled steps; the caller's setting is restored.
+    schedule:        how the stages of an iteration share lanes; None runs them one after the other.
     bundle, load_s:  where it was loaded from, and the seconds that took; None for an engine made by hand.
     """
 
@@ -226,6 +126,7 @@ class Engine:
         drafter_context: int,
         num_threads: int,
         pace: Pace | None = None,
+        schedule: StageSchedule | None = None,
     ) -> None:
         self.decoder = decoder
         self.shape = shape
@@ -239,6 +140,11 @@ class Engine:
         self.load_s: float | None = None
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self.use_schedule(schedule or sequential_schedule(num_threads, depth=True))
+
+    def use_schedule(self, schedule: StageSchedule) -> None:
+        """Run iterations by this schedule from the next request on."""
+        self.executor = LaneExecutor(schedule)
 
     @property
     def max_context(self) -> int:
@@ -251,15 +157,15 @@ class Engine:
         return self.codec is not None and self.codec.spec.chat_template is None
 
     @contextmanager
-    def its_threads(self) -> Iterator[None]:
-        """The compiled steps' number of threads while in it; the caller's afterwards."""
-        threads_before = torch.get_num_threads()
+    def its_threads(self, cores: int | None = None) -> Iterator[None]:
+        """The compiled steps' number of threads while in it, all of them or `cores`; the caller's afterwards."""
+        wanted, threads_before = cores or self.num_threads, torch.get_num_threads()
         try:
-            if threads_before != self.num_threads:
-                torch.set_num_threads(self.num_threads)
+            if threads_before != wanted:
+                torch.set_num_threads(wanted)
             yield
         finally:
-            if threads_before != self.num_threads:
+            if threads_before != wanted:
                 torch.set_num_threads(threads_before)
 
     def generate(
@@ -378,108 +284,79 @@ class Engine:
         self, prompt_ids: list[int], output: OutputStream, budget: int, options: RequestOptions
     ) -> Generator[str, None, GenerationResult]:
         """All pieces of a request and its result, with the compiled steps' threads only while they run."""
-        recorder = _Recorder(len(prompt_ids), options.plain)
+        recorder = Recorder(len(prompt_ids), options.plain)
         rounds = self._decode(prompt_ids, output, budget, options, recorder)
-        while True:
-            with self.its_threads():
-                finished = next(rounds, True)
-            if finished:
-                output.finish()
-            piece = output.take_piece()
-            if piece:
-                yield piece
-            if finished:
-                break
+        cores = self.num_threads  # for the prompt
+        try:
+            while True:
+                with self.its_threads(cores):
+                    finished = next(rounds, True)
+                if finished:
+                    output.finish()
+                piece = output.take_piece()
+                if piece:
+                    yield piece
+                if finished:
+                    break
+                cores = self.executor.cores
+        finally:
+            rounds.close()
         return GenerationResult(
             text=output.text,
             token_ids=output.token_ids,
             finish_reason=output.finish_reason or "length",
             gaps=tuple(recorder.gaps),
-            stats=recorder.stats(output.num_tokens, self.decoder.clock.seconds),
+            stats=recorder.stats(
+                output.num_tokens, sum(self.executor.rounds), self.decoder.compiled_s, self.executor.seconds
+            ),
         )
 
     def _decode(
-        self, prompt_ids: list[int], output: OutputStream, budget: int, options: RequestOptions, recorder: _Recorder
-    ) -> Iterator[bool]:
-        """Prefill, then iterations, until the output is finished; yields whether it is after every iteration."""
-        decoder = self.decoder
+        self, prompt_ids: list[int], output: OutputStream, budget: int, options: RequestOptions, recorder: Recorder
+    ) -> Generator[bool, None, None]:
+        """Prefill, then rounds, until the output is finished; yields whether it is whenever there may be text."""
+        decoder, executor = self.decoder, self.executor
         decoder.reset()
+        executor.reset()
         if output.finished:  # nothing was asked for
             return
-        tokens = list(prompt_ids)
-        plain, choose = options.plain, None
-        if not options.sampling.is_argmax:
-            choose = TokenChooser(options.sampling, prompt_ids).choose
-        pace = None if plain else self.pace
-        if pace is not None:
-            pace.start()
-        started = perf_counter()
-        first = decoder.prefill(tokens, choose)
-        tokens += first.tokens
-        _require_finite(first.gaps)
-        recorder.gaps += first.gaps
-        finished = output.push(first.tokens[0])
-        if not finished and self._within_limits(self.shape, len(tokens), budget - 1, plain, recorder).draft_depth:
-            decoder.prefill_drafter(tokens)  # whatever the first depth will be
-        recorder.ttft_s = perf_counter() - started
-        recorder.compiled_before_s = sum(decoder.clock.seconds[stage] for stage in COMPILED_STAGES)
-        yield finished
-        next_tokens = first.next_tokens
-        while not finished:
-            started = perf_counter()
-            remaining = budget - output.num_tokens
-            shape = self.shape
-            if pace is not None:
-                shape = pace.shape(next_tokens, decoder.verifier_cache.extent(len(tokens) + 1))
-            shape = self._within_limits(shape, len(tokens), remaining, plain, recorder)
-            if shape.draft_depth == 0:
-                outcome = decoder.decode_plain(tokens, choose)
-            else:
-                choose_width = None if pace is None else pace.verify_width
-                outcome = decoder.decode_speculative(tokens, shape, choose_width, choose)
-            _require_finite(outcome.gaps)
-            emitted = 0
-            for token in outcome.tokens:
-                emitted += 1
-                finished = output.push(token)
-                if finished:
-                    break
-            tokens += outcome.tokens[:emitted]
-            next_tokens = outcome.next_tokens
-            if pace is not None:
-                pace.observe(shape.draft_depth, outcome.num_verified, outcome.extent, emitted)
-                recorder.fallbacks = pace.num_fallbacks
-            recorder.gaps += outcome.gaps[:emitted]
-            recorder.histogram[emitted] += 1
-            recorder.depths[shape.draft_depth] += 1
-            recorder.drafted += outcome.num_drafted
-            recorder.accepted += min(emitted, len(outcome.tokens) - 1)
-            recorder.expected += outcome.expected
-            recorder.decode_s += perf_counter() - started
-            yield finished
-
-    def _within_limits(
-        self, shape: TreeShape, num_tokens: int, remaining: int, plain: bool, recorder: _Recorder
-    ) -> TreeShape:
-        """A tree no deeper than the drafter and the budget allow.
-
-        The budget ends with the context at the latest, so no node's position is beyond it.
-        """
-        depth = 0 if plain else min(shape.draft_depth, remaining - 1)
-        if depth > 0 and num_tokens + depth > self.drafter_context:
-            depth = 0
-            recorder.notice(f"decoded plainly past the drafter's context of {self.drafter_context} tokens")
-        if depth == shape.draft_depth:
-            return shape
-        return TreeShape(shape.draft_width, depth, min(shape.verify_width, 1 + depth * shape.draft_width))
-
-
-def _require_finite(gaps: tuple[float, ...]) -> None:
-    """A gap is not a number exactly where the verifier's logits are not."""
-    if any(gap != gap for gap in gaps):
-        raise ArtifactError(
-            "the verifier's logits are not finite here; its weights or this dtype do not hold. Try --dtype float32."
+        schedule = executor.schedule
+        request = Request(
+            decoder=decoder,
+            tokens=list(prompt_ids),
+            output=output,
+            eos_ids=frozenset() if options.ignore_eos else self.eos_ids,
+            budget=budget,
+            shape=PLAIN if options.plain else self.shape,
+            pace=None if options.plain else self.pace,
+            choose=None if options.sampling.is_argmax else TokenChooser(options.sampling, prompt_ids).choose,
+            drafter_context=self.drafter_context,
+            verify_width=schedule.verify_width,
+            looks_ahead=schedule.looks_ahead,
+            recorder=recorder,
         )
+        started = perf_counter()
+        request.read_prompt()
+        if executor.spans is not None:
+            executor.spans.append(Span("prefill", schedule.lane_of("emit"), -1, started, perf_counter()))
+        yield output.finished
+        last: Iteration | None = None
+        while not output.finished:
+            if request.ended:  # and the schedule emits a round later
+                assert last is not None
+                request.emit(last)
+                yield True
+                return
+            current, before = request.next_iteration(), last
+
+            def run(stage: Stage, current: Iteration = current, before: Iteration | None = before) -> None:
+                iteration = before if stage.lag else current
+                if iteration is not None:
+                    request.stages[stage.name](iteration)
+
+            for _ in executor.round(run):
+                yield output.finished
+            last = current
 
 
 def _token_id(token: object, vocab_size: int) -> int:

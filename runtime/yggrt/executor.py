@@ -1,4 +1,4 @@
-"""One iteration after another: draft passes, cut, verify, accept, and the KV bookkeeping between them.
+"""What the stages of an iteration do: draft passes, cut, verify, accept, and the KV bookkeeping between them.
 
 Invariants, with n committed tokens before an iteration: the verifier's cache holds at least the first n - 1 of them and
 the drafter's is brought to at least n - 2; no position reaches the context's end; nothing here changes which token
@@ -24,8 +24,8 @@ from yggrt.masks import StepMask, prefix_mask
 from yggrt.tree import Tree, TreeShape, VerifyCut, cut_most_valuable, order_by_value
 
 PREFILL_WIDTH = 256
-STAGES = ("prefill", "draft_prefill", "draft", "cut", "verify", "plain", "accept")
-COMPILED_STAGES = ("prefill", "draft_prefill", "draft", "verify", "plain")
+SEQUENCE = ("head", "grow", "prune", "verify", "accept", "move")
+"""An iteration without drafts ahead of time; see `yggrt.schedule.STAGES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +35,30 @@ class Round:
     tokens:       the accepted path and the bonus token, in order.
     gaps:         top-2 gap of the verifier's logits where each of them was chosen.
     hidden:       [H], the verifier's last hidden state where the last of them was chosen.
-    num_drafted:  nodes the drafter added.
+    row:          row of the verifier's step that this was, 0 being the root's.
+    by_depth:     float32[rows, DEPTH_HEADS], tokens the depth network expects of the next iteration after each row, by
+                  its depth; zeros without a network.
+    num_drafted:  nodes the drafter added to be verified.
     num_verified: rows the verifier ran, root included.
     extent:       KV rows the verifier read.
     expected:     tokens the drafted values promised; 1 without a draft.
-    next_tokens:  float32[DEPTH_HEADS], tokens the depth network expects of the next iteration, by depth; zeros without.
     """
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]
     hidden: Tensor
+    row: int
+    by_depth: NDArray[np.float32]
     num_drafted: int
     num_verified: int
     extent: int
     expected: float
-    next_tokens: NDArray[np.float32]
+
+    @property
+    def next_tokens(self) -> NDArray[np.float32]:
+        """float32[DEPTH_HEADS], of `by_depth` where the last token was chosen."""
+        row: NDArray[np.float32] = self.by_depth[self.row]
+        return row
 
 
 ChooseWidth = Callable[[NDArray[np.float32], int], int]
@@ -60,17 +69,62 @@ ChooseToken = Callable[[Tensor], int]
 """The next token, from the verifier's logits [V] after all tokens before it."""
 
 
-class StageClock:
-    """Seconds inside compiled steps and in host code, by stage."""
+@dataclass(slots=True)
+class Iteration:
+    """What is asked of one iteration, and what its stages leave for the later ones.
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(STAGES, 0.0)
+    tokens:       all committed ones, prefilled but the last.
+    shape:        the tree to grow; depth 0 is a plain iteration.
+    choose_width: rows to verify, up to the shape's verify width; None always takes that many.
+    choose:       in place of the verifier's argmax.
+    ahead_depth:  depth of the deepest node that drafts ahead of time may run, 0 for none.
+    """
 
-    def add(self, stage: str, started: float) -> float:
-        """Charge the time since `started` to a stage; returns now."""
-        now = perf_counter()
-        self.seconds[stage] += now - started
-        return now
+    tokens: Sequence[int]
+    shape: TreeShape
+    choose_width: ChooseWidth | None = None
+    choose: ChooseToken | None = None
+    ahead_depth: int = 0
+    drafted: Sequence[Tensor] = ()  # rows and growth state after the last pass, or a fused draft's tree
+    num_passes: int = 0
+    num_run: int = 0  # of the tree's nodes, those with drafter KV
+    tree: Tree | None = None
+    cut: VerifyCut | None = None
+    verify_inputs: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
+    extent: int = 0
+    expected: float = 1.0
+    outputs: Sequence[Tensor] = ()
+    path: Sequence[int] = (0,)
+    outcome: Round | None = None
+    guess: NextHead | None = None
+    kept: tuple[int, ...] = ()  # of the outcome's tokens, those that belong to the text
+    fallbacks: int = 0  # so far, when it was accepted
+
+    @property
+    def behind(self) -> bool:
+        """Whether the drafter has tokens to read after it before it can draft again."""
+        return self.shape.draft_depth == 0
+
+    def result(self) -> Round:
+        """What `accept` found."""
+        assert self.outcome is not None
+        return self.outcome
+
+
+@dataclass(frozen=True, slots=True)
+class NextHead:
+    """A head draft ahead of time.
+
+    parent, node: the guess: the verifier's text ends at `parent` and goes on with `node`, by growth order.
+    token, depth: of the node.
+    drafted:      rows and growth state after its first pass, as if it were the root at the old one's place.
+    """
+
+    parent: int
+    node: int
+    token: int
+    depth: int
+    drafted: Sequence[Tensor]
 
 
 class _VerifyRows:
@@ -121,7 +175,18 @@ class Decoder:
             else network.tensors()
         )
         self.windows = attention_windows(verifier_cache.layouts)
-        self.clock = StageClock()
+        self.compiled_s = 0.0  # seconds inside compiled steps since `reset`, without those of drafts ahead of time
+        self.num_guessed = 0  # head drafts since `reset` that were there already
+        self.stages: Mapping[str, Callable[[Iteration], None]] = {
+            "head": self._head,
+            "grow": self._grow,
+            "tail": self._tail,
+            "prune": self._prune,
+            "verify": self._verify,
+            "accept": self._accept,
+            "next_head": self._next_head,
+            "move": self._move,
+        }
         self.on_prefill: Callable[[int, int], object] | None = None
         self._rows: dict[tuple[int, int], _VerifyRows] = {}
         self._masks: dict[tuple[int, int, int], tuple[StepMask, ...]] = {}
@@ -143,16 +208,23 @@ class Decoder:
             torch.zeros(pool, dtype=torch.int64),
         )
         head = torch.zeros(4, 2, dtype=torch.int64)  # tokens, positions, slots, num_visible of the first pass's rows
-        self._head = head.numpy()
+        self._head_array = head.numpy()
         self._head_rows = head.unbind()
         self._head_ancestors = torch.zeros(2, nodes, dtype=torch.bool)
+        guess = torch.zeros(4, 2, dtype=torch.int64)
+        self._guess_array = guess.numpy()
+        self._guess_rows = guess.unbind()
+        self._guess_tokens = torch.zeros(nodes, dtype=torch.int64)
+        self._guessed: NextHead | None = None  # that came true: the root of the next iteration, drafted already
         self._ranges: dict[tuple[int, int], Tensor] = {}
 
     def reset(self) -> None:
         """Start a new sequence."""
         self.verifier_cache.reset()
         self.drafter_cache.reset()
-        self.clock = StageClock()
+        self.compiled_s = 0.0
+        self.num_guessed = 0
+        self._guessed = None
 
     # Verifier
 
@@ -161,7 +233,6 @@ class Decoder:
 
         choose: in place of the verifier's argmax; here and below.
         """
-        started = perf_counter()
         cache = self.verifier_cache
         outputs: list[Tensor] = []
         extent = 0
@@ -175,26 +246,10 @@ class Decoder:
             cache.num_committed = last
             if self.on_prefill is not None:
                 self.on_prefill(last, len(tokens))
-        self.clock.add("prefill", started)
         choices, gaps, hidden, logits, by_depth = outputs
         token = int(choices[-1]) if choose is None else choose(logits[-1])
-        return Round((token,), (float(gaps[-1]),), hidden[-1], 0, len(tokens), extent, 1.0, by_depth.numpy()[-1])
-
-    def decode_plain(self, tokens: Sequence[int], choose: ChooseToken | None = None) -> Round:
-        """One iteration without a draft: run the last committed token, in a step of the fastest width."""
-        width, num_tokens = self.plain_width, len(tokens)
-        extent = self.verifier_cache.extent(num_tokens + 1)
-        rows = self._verify_rows(width, 1)
-        rows.array[:, 0] = (tokens[-1], num_tokens - 1, num_tokens)
-        masks = self._step_masks(width, extent, 1)
-        for mask in masks:
-            mask.show_token(num_tokens)
-        started = perf_counter()
-        choices, gaps, hidden, logits, by_depth = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
-        self.clock.add("plain", started)
-        self.verifier_cache.num_committed = num_tokens
-        token = int(choices.numpy()[0]) if choose is None else choose(logits[0])
-        return Round((token,), (float(gaps.numpy()[0]),), hidden[0], 0, 1, extent, 1.0, by_depth.numpy()[0])
+        row = hidden.shape[0] - 1
+        return Round((token,), (float(gaps[-1]),), hidden[-1], row, by_depth.numpy(), 0, len(tokens), extent, 1.0)
 
     def flush_moves(self) -> None:
         """Apply the moves owed to both caches, so that their committed rows are in place."""
@@ -208,7 +263,9 @@ class Decoder:
     def _run_verify(self, rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
         """rows: tokens, positions and slots."""
         cache = self.verifier_cache
+        started = perf_counter()
         outputs = self.verify(*rows, *masks, cache.move_src, cache.move_dst, *self.depth_layers)
+        self.compiled_s += perf_counter() - started
         cache.moved()
         return outputs
 
@@ -230,13 +287,11 @@ class Decoder:
     def prefill_drafter(self, tokens: Sequence[int]) -> None:
         """Bring the drafter's cache to all but the last two committed tokens, which the first pass runs itself."""
         cache = self.drafter_cache
-        started = perf_counter()
         while cache.num_committed < len(tokens) - 2:
             first = cache.num_committed
             last = min(first + PREFILL_WIDTH, len(tokens) - 2)
             self._run_drafter_rows(tokens[first:last], first)
             cache.num_committed = last
-        self.clock.add("draft_prefill", started)
 
     def _run_drafter_rows(self, tokens: Sequence[int], first_position: int) -> None:
         """Run committed tokens through the drafter for their KV rows alone; none of them runs a padding row."""
@@ -252,61 +307,33 @@ class Decoder:
         self._run_draft((*rows.unbind(), ancestors), self._range(0, 1), self._range(0, 1), self._range(1, 1),
                         self._empty_state, extent)  # fmt: skip
 
-    def draft_tree(self, tokens: Sequence[int], shape: TreeShape) -> Tree:
-        """Grow a tree below the last committed token: draft_depth passes that add draft_width nodes each."""
-        self.prefill_drafter(tokens)
-        num_tokens = len(tokens)
-        head = self._head
-        head[:, 0] = 0
-        if num_tokens > 1:  # the token before the root: its row may be missing, running it again does no harm
-            head[:, 0] = (tokens[-2], num_tokens - 2, num_tokens - 1, num_tokens - 1)
-        head[:, 1] = (tokens[-1], num_tokens - 1, num_tokens, num_tokens)
-        self._root[0], self._root[1] = num_tokens - 1, num_tokens
-        extent = self._extent_tensor(num_tokens + shape.capacity)
-        if shape.draft_depth in self.fused and shape.draft_width == self.draft_width:
-            state = self._run_fused(self.fused[shape.draft_depth], extent)
-        else:
-            state = self._run_passes(tokens[-1], shape, extent)
-        self.drafter_cache.num_committed = num_tokens
-        return Tree.of_state(state, shape.capacity)
+    def _run_draft(
+        self,
+        rows: Sequence[Tensor],
+        expand_rows: Tensor,
+        expand_nodes: Tensor,
+        new_nodes: Tensor,
+        state: Sequence[Tensor],
+        extent: Tensor,
+        ahead: bool = False,
+    ) -> list[Tensor]:
+        """One pass. ahead: of a draft ahead of time, whose seconds are not the iteration's own."""
+        cache = self.drafter_cache
+        started = perf_counter()
+        outputs = self.draft(
+            *rows, expand_rows, expand_nodes, new_nodes, self._root, *state, self.table, extent,
+            cache.move_src, cache.move_dst,
+        )  # fmt: skip
+        if not ahead:
+            self.compiled_s += perf_counter() - started
+        cache.moved()
+        return outputs
 
     def _run_fused(self, step: Step, extent: Tensor) -> Sequence[Tensor]:
         cache = self.drafter_cache
         started = perf_counter()
         outputs = step(*self._head_rows, self._root, self.table, extent, cache.move_src, cache.move_dst)
-        cache.moved()
-        self.clock.add("draft", started)
-        return outputs
-
-    def _run_passes(self, root_token: int, shape: TreeShape, extent: Tensor) -> Sequence[Tensor]:
-        width = shape.draft_width
-        self._tree_tokens[0] = root_token
-        rows: tuple[Tensor, ...] = (*self._head_rows, self._head_ancestors)
-        state = self._empty_state
-        expand_rows, expand_nodes = self._range(1, 1), self._range(0, 1)
-        for depth in range(shape.draft_depth):
-            added = self._range(1 + depth * width, width)
-            started = perf_counter()
-            outputs = self._run_draft(rows, expand_rows, expand_nodes, added, state, extent)
-            self.clock.add("draft", started)
-            rows, state = tuple(outputs[: len(DRAFT_ROWS)]), tuple(outputs[len(DRAFT_ROWS) :])
-            expand_rows, expand_nodes = self._range(0, width), added
-        return state
-
-    def _run_draft(
-        self,
-        rows: tuple[Tensor, ...],
-        expand_rows: Tensor,
-        expand_nodes: Tensor,
-        new_nodes: Tensor,
-        state: tuple[Tensor, ...],
-        extent: Tensor,
-    ) -> list[Tensor]:
-        cache = self.drafter_cache
-        outputs = self.draft(
-            *rows, expand_rows, expand_nodes, new_nodes, self._root, *state, self.table, extent,
-            cache.move_src, cache.move_dst,
-        )  # fmt: skip
+        self.compiled_s += perf_counter() - started
         cache.moved()
         return outputs
 
@@ -322,62 +349,220 @@ class Decoder:
             self._extents[extent] = torch.arange(extent)
         return self._extents[extent]
 
-    # One iteration
+    # The stages of one iteration; see `yggrt.schedule.STAGES`
 
-    def decode_speculative(
+    def decode(
         self,
         tokens: Sequence[int],
         shape: TreeShape,
         choose_width: ChooseWidth | None = None,
         choose: ChooseToken | None = None,
     ) -> Round:
-        """Draft a tree, verify its most valuable nodes, accept. tokens: all committed ones, prefilled but the last.
+        """One iteration, stage after stage, with no draft ahead of time; the arguments are those of `Iteration`."""
+        iteration = Iteration(tokens, shape, choose_width, choose)
+        for stage in SEQUENCE:
+            self.stages[stage](iteration)
+        return iteration.result()
 
-        choose_width: how many of them, up to the shape's verify width; None always takes that many.
-        """
+    def draft_tree(self, tokens: Sequence[int], shape: TreeShape) -> Tree:
+        """Grow a tree below the last committed token: draft_depth passes that add draft_width nodes each."""
+        iteration = Iteration(tokens, shape)
+        self._head(iteration)
+        self._grow(iteration)
+        assert iteration.tree is not None
+        return iteration.tree
+
+    def _head(self, iteration: Iteration) -> None:
+        shape, tokens = iteration.shape, iteration.tokens
+        guessed, self._guessed = self._guessed, None
+        if shape.draft_depth == 0:
+            return
         num_tokens = len(tokens)
-        tree = self.draft_tree(tokens, shape)
-        started = perf_counter()
-        order = order_by_value(tree)
-        extent = self.verifier_cache.extent(num_tokens + min(shape.verify_width, tree.num_nodes))
-        values = tree.values[order]
-        width = shape.verify_width if choose_width is None else min(choose_width(values, extent), shape.verify_width)
-        cut = cut_most_valuable(tree, order, width, shape.draft_depth)
-        width = cut.nodes.size
-        rows = self._verify_rows(width, width)
-        rows.array[0] = cut.tokens
-        rows.array[1] = cut.depths + (num_tokens - 1)
-        rows.array[2] = rows.places + num_tokens
-        masks = self._step_masks(width, extent, width)
-        for mask in masks:
-            mask.show_tree(cut.ancestors, cut.depths, num_tokens)
-        expected = float(np.exp(values[:width]).sum())
-        started = self.clock.add("cut", started)
-        choices, gaps, hidden, logits, by_depth = self._run_verify(rows.inputs, [mask.tensor for mask in masks])
-        started = self.clock.add("verify", started)
+        if guessed is not None:
+            self._root[0], self._root[1] = num_tokens - 1, num_tokens
+            iteration.drafted, iteration.num_passes = guessed.drafted, 1
+            self.num_guessed += 1
+            return
+        self.prefill_drafter(tokens)
+        head = self._head_array
+        head[:, 0] = 0
+        if num_tokens > 1:  # the token before the root: its row may be missing, running it again does no harm
+            head[:, 0] = (tokens[-2], num_tokens - 2, num_tokens - 1, num_tokens - 1)
+        head[:, 1] = (tokens[-1], num_tokens - 1, num_tokens, num_tokens)
+        self._root[0], self._root[1] = num_tokens - 1, num_tokens
+        self.drafter_cache.num_committed = num_tokens
+        if self._fused_graph(iteration) is None:
+            self._tree_tokens[0] = tokens[-1]
+            first = (*self._head_rows, self._head_ancestors)
+            iteration.drafted = self._run_draft(
+                first, self._range(1, 1), self._range(0, 1), self._range(1, shape.draft_width), self._empty_state,
+                self._tree_extent(iteration),
+            )  # fmt: skip
+            iteration.num_passes = 1
+
+    def _fused_graph(self, iteration: Iteration) -> Step | None:
+        """The graph with all passes of an iteration; None where there is none, or more passes are to follow."""
+        shape = iteration.shape
+        if iteration.ahead_depth or shape.draft_width != self.draft_width:
+            return None
+        return self.fused.get(shape.draft_depth)
+
+    def _tree_extent(self, iteration: Iteration) -> Tensor:
+        """For all passes of an iteration, those ahead of time too."""
+        shape = iteration.shape
+        passes = shape.draft_depth + (1 if iteration.ahead_depth else 0)
+        most = min(1 + shape.draft_width * passes, self.draft.limits.max_nodes)
+        return self._extent_tensor(len(iteration.tokens) + most)
+
+    def _grow(self, iteration: Iteration) -> None:
+        shape = iteration.shape
+        if shape.draft_depth == 0:
+            return
+        if iteration.num_passes == 0:
+            fused = self._fused_graph(iteration)
+            assert fused is not None
+            iteration.tree = Tree.of_state(self._run_fused(fused, self._tree_extent(iteration)), shape.capacity)
+            return
+        while iteration.num_passes < shape.draft_depth:
+            self._next_pass(iteration)
+        iteration.num_run = 1 + shape.draft_width * (shape.draft_depth - 1)
+        iteration.tree = Tree.of_state(iteration.drafted[len(DRAFT_ROWS) :], shape.capacity)
+
+    def _next_pass(self, iteration: Iteration, ahead: bool = False) -> None:
+        """Run the nodes that were added last, and add as many again."""
+        width, passes = iteration.shape.draft_width, iteration.num_passes
+        rows, state = iteration.drafted[: len(DRAFT_ROWS)], iteration.drafted[len(DRAFT_ROWS) :]
+        iteration.drafted = self._run_draft(
+            rows, self._range(0, width), self._range(1 + (passes - 1) * width, width),
+            self._range(1 + passes * width, width), state, self._tree_extent(iteration), ahead,
+        )  # fmt: skip
+        iteration.num_passes = passes + 1
+
+    def _tail(self, iteration: Iteration) -> None:
+        shape = iteration.shape
+        fits = 1 + shape.draft_width * (shape.draft_depth + 1) <= self.draft.limits.max_nodes
+        if iteration.num_passes and shape.draft_depth <= iteration.ahead_depth and fits:
+            self._next_pass(iteration, ahead=True)
+            iteration.num_run = shape.capacity
+
+    def _prune(self, iteration: Iteration) -> None:
+        tokens, num_tokens, tree = iteration.tokens, len(iteration.tokens), iteration.tree
+        cache = self.verifier_cache
+        if tree is None:
+            width = self.plain_width
+            iteration.extent = cache.extent(num_tokens + 1)
+            rows = self._verify_rows(width, 1)
+            rows.array[:, 0] = (tokens[-1], num_tokens - 1, num_tokens)
+            masks = self._step_masks(width, iteration.extent, 1)
+            for mask in masks:
+                mask.show_token(num_tokens)
+        else:
+            shape = iteration.shape
+            order = order_by_value(tree)
+            iteration.extent = cache.extent(num_tokens + min(shape.verify_width, tree.num_nodes))
+            values = tree.values[order]
+            width = shape.verify_width
+            if iteration.choose_width is not None:
+                width = min(iteration.choose_width(values, iteration.extent), width)
+            cut = iteration.cut = cut_most_valuable(tree, order, width, shape.draft_depth)
+            width = cut.nodes.size
+            rows = self._verify_rows(width, width)
+            rows.array[0] = cut.tokens
+            rows.array[1] = cut.depths + (num_tokens - 1)
+            rows.array[2] = rows.places + num_tokens
+            masks = self._step_masks(width, iteration.extent, width)
+            for mask in masks:
+                mask.show_tree(cut.ancestors, cut.depths, num_tokens)
+            iteration.expected = float(np.exp(values[:width]).sum())
+        iteration.verify_inputs = rows.inputs, [mask.tensor for mask in masks]
+
+    def _verify(self, iteration: Iteration) -> None:
+        assert iteration.verify_inputs is not None
+        iteration.outputs = self._run_verify(*iteration.verify_inputs)
+
+    def _accept(self, iteration: Iteration) -> None:
+        choices, gaps, hidden, logits, by_depth = iteration.outputs
+        cut, choose = iteration.cut, iteration.choose
+        path, num_drafted, num_verified = [0], 0, 1
+        if cut is not None:
+            assert iteration.tree is not None
+            num_drafted, num_verified = iteration.tree.num_nodes - 1, cut.nodes.size
         if choose is None:
             chosen = choices.numpy()
-            path = accept_greedy(cut.tokens, cut.parents, chosen)
+            if cut is not None:
+                path = accept_greedy(cut.tokens, cut.parents, chosen)
             emitted = tuple(chosen[path].tolist())
+        elif cut is None:
+            emitted = (choose(logits[0]),)
         else:
             path, bonus = walk(cut.tokens, cut.parents, lambda row: choose(logits[row]))
             emitted = (*cut.tokens[path[1:]].tolist(), bonus)
-        gaps_on_path = tuple(gaps.numpy()[path].tolist())
-        self._commit(cut, path[1:], num_tokens)
-        self.clock.add("accept", started)
-        last = path[-1]
-        return Round(
-            emitted, gaps_on_path, hidden[last], tree.num_nodes - 1, width, extent, expected, by_depth.numpy()[last]
-        )
+        iteration.path = path
+        iteration.outcome = Round(
+            emitted, tuple(gaps.numpy()[path].tolist()), hidden[path[-1]], path[-1], by_depth.numpy(), num_drafted,
+            num_verified, iteration.extent, iteration.expected,
+        )  # fmt: skip
 
-    def _commit(self, cut: VerifyCut, path: list[int], num_tokens: int) -> None:
+    def _next_head(self, iteration: Iteration) -> None:
+        cut, shape, num_tokens = iteration.cut, iteration.shape, len(iteration.tokens)
+        if cut is None or not iteration.num_passes or shape.draft_depth >= self.draft.limits.max_moves:
+            return
+        _, _, _, _, row_ancestors = iteration.drafted[: len(DRAFT_ROWS)]
+        state = iteration.drafted[len(DRAFT_ROWS) :]
+        tree = Tree.of_state(state, 1 + shape.draft_width * iteration.num_passes)
+        node = guess_next_root(tree, cut)
+        if node is None or tree.depths[node] > iteration.ahead_depth:
+            return
+        parent, depth, token = int(tree.parents[node]), int(tree.depths[node]), int(tree.tokens[node])
+        rows = self._guess_array
+        for column, each in enumerate((parent, node)):  # the parent's row may be missing, as in a head draft
+            rows[:, column] = tree.tokens[each], num_tokens - 1 + tree.depths[each], num_tokens + each, num_tokens
+        self._guess_tokens[0] = token
+        ancestors = state[4][[parent, node]]
+        empty = self._empty_state
+        outputs = self._run_draft(
+            (*self._guess_rows, ancestors), self._range(1, 1), self._range(0, 1), self._range(1, shape.draft_width),
+            (self._guess_tokens, empty[1], state[2], *empty[3:]), self._tree_extent(iteration), ahead=True,
+        )  # fmt: skip
+        for moved in outputs[1:4]:  # positions, slots and visible rows, with the guess as the root
+            moved += depth
+        iteration.guess = NextHead(parent, node, token, depth, outputs)
+
+    def _move(self, iteration: Iteration) -> None:
         """Owe both caches the moves that make the accepted path their committed prefix.
 
-        path: accepted rows below the root. Verifier rows lie in sorted order, drafter rows in growth order. The
-        drafter's row of the last accepted node is left out: the next first pass runs that token again.
+        Verifier rows lie in sorted order, drafter rows in growth order. Where the drafter did not run the last accepted
+        node its row is left out: the next first pass runs that token again.
         """
+        num_tokens, path, cut, guess = len(iteration.tokens), iteration.path[1:], iteration.cut, iteration.guess
+        if cut is None:
+            self.verifier_cache.num_committed = num_tokens
+            return
         self.verifier_cache.owe_moves([num_tokens + row for row in path], num_tokens + 1)
         self.verifier_cache.num_committed = num_tokens + len(path)
-        inner = path[:-1]
-        self.drafter_cache.owe_moves([num_tokens + int(cut.nodes[row]) for row in inner], num_tokens + 1)
-        self.drafter_cache.num_committed = num_tokens + len(inner)
+        if self.drafter_cache.has_moves:  # no draft pass has run since: the guess was the whole draft
+            self._run_drafter_rows([], 0)
+        nodes = [int(cut.nodes[row]) for row in path]
+        came_true = guess is not None and (nodes[-1] if nodes else 0, iteration.result().tokens[-1]) == (
+            guess.parent,
+            guess.token,
+        )
+        if came_true:
+            assert guess is not None
+            nodes.append(guess.node)
+            self._guessed = guess
+        elif nodes and nodes[-1] >= iteration.num_run:
+            nodes.pop()
+        self.drafter_cache.owe_moves([num_tokens + node for node in nodes], num_tokens + 1)
+        self.drafter_cache.num_committed = num_tokens + len(nodes)
+
+
+def guess_next_root(tree: Tree, cut: VerifyCut) -> int | None:
+    """The node most likely to be the next root: the most valuable that is not verified, whose parent then is.
+
+    tree: with the nodes of the tail draft. None where all nodes are verified, or nothing speaks for the others.
+    """
+    values = tree.values.copy()
+    values[cut.nodes] = -np.inf
+    node = int(values.argmax())
+    return node if np.isfinite(values[node]) else None

@@ -84,36 +84,44 @@ class Pace:
         self._behind = False  # whether the drafter has committed tokens to read before it can draft again
         self.num_fallbacks = 0
 
-    def shape(self, next_tokens: NDArray[np.float32], extent: int) -> TreeShape:
+    def worth(self, by_depth: NDArray[np.float32], extent: int, behind: bool) -> NDArray[np.float64] | None:
+        """What each depth of the next iteration is worth: expected tokens - lambda * seconds, float64[rows, depths].
+
+        by_depth: float32[rows, DEPTH_HEADS], as `verify` gave them; extent: KV rows that it read.
+        behind:   whether the drafter has committed tokens to read before it can draft again.
+        None without a depth network. It does not depend on which row is accepted, so that it need not wait for that.
+        """
+        network = self._network
+        if network is None:
+            return None
+        key = (extent, behind)
+        if key not in self._learned_costs:
+            sizes = zip(network.depths, network.verify_widths, strict=True)
+            seconds = [self._next_s(depth, width, extent, behind) for depth, width in sizes]
+            self._learned_costs[key] = np.array(seconds) / self._token_s
+        worth: NDArray[np.float64] = by_depth[:, : len(network.depths)] - self._learned_costs[key]
+        return worth
+
+    def shape(self, worth: NDArray[np.float64] | None) -> TreeShape:
         """The tree of the next iteration, with the widest cut of the menu that it fills; depth 0 is plain decoding.
 
-        next_tokens: float32[DEPTH_HEADS], as the last `verify` gave them for the row that was accepted last.
-        extent:      KV rows that a plain iteration would read now.
+        worth: float64[depths], of `worth`, in the row that was accepted last.
         """
         if self._plain_left > 0:
             depth = 0
-        elif self._network is None:
+        elif self._network is None or worth is None:
             depth = self.depths[self._level]
         else:
-            depth = self._learned_depth(self._network, next_tokens, extent)
+            depths = self._network.depths
+            if self._level + 1 < len(self.depths):  # none deeper than was fallen back to
+                worth = worth[: np.searchsorted(depths, self.depths[self._level], side="right")]
+            depth = depths[int(np.argmax(worth))]
         return TreeShape(self.draft_width, depth, min(self.verify_widths[-1], 1 + self.draft_width * depth))
 
-    def _learned_depth(self, network: DepthNetwork, next_tokens: NDArray[np.float32], extent: int) -> int:
-        """The depth with the most expected tokens - lambda * seconds, none of them deeper than was fallen back to."""
-        key = (extent, self._behind)
-        if key not in self._learned_costs:
-            sizes = zip(network.depths, network.verify_widths, strict=True)
-            seconds = [self._next_s(depth, width, extent) for depth, width in sizes]
-            self._learned_costs[key] = np.array(seconds) / self._token_s
-        worth = next_tokens[: len(network.depths)] - self._learned_costs[key]
-        if self._level + 1 < len(self.depths):
-            worth = worth[: np.searchsorted(network.depths, self.depths[self._level], side="right")]
-        return network.depths[int(np.argmax(worth))]
-
-    def _next_s(self, depth: int, verify_width: int, extent: int) -> float:
+    def _next_s(self, depth: int, verify_width: int, extent: int, behind: bool) -> float:
         """Seconds of the next iteration, with what the drafter has to read first."""
         seconds = self.iteration_s(depth, verify_width, extent)
-        if depth and self._behind:
+        if depth and behind:
             if extent not in self._reading_s:
                 self._reading_s[extent] = self._times.draft_s(self.draft_width, 1, extent)
             seconds += self._reading_s[extent]
@@ -143,7 +151,7 @@ class Pace:
 
     def observe(self, depth: int, verify_width: int, extent: int, emitted: int) -> None:
         """What came of an iteration of `shape()`, or of one cut short near the end of a text."""
-        seconds = self._next_s(depth, verify_width, extent)
+        seconds = self._next_s(depth, verify_width, extent, self._behind)
         self._behind = depth == 0
         if depth == 0:
             self._plain_left = max(0, self._plain_left - 1)

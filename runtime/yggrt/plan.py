@@ -4,8 +4,8 @@
 compiled files of one bundle need and what they are. Both are frozen dataclasses that check themselves, so that what
 was decoded, or built by hand, never holds an impossible tree, schedule, table or file name.
 
-The names here, and those of TreeShape, LatencyPoint, DepthNetwork, LayerLayout, StepLimits and TextSpec, are the
-format: one that is added, dropped or renamed needs a new FORMAT_VERSION and a new fixture.
+The names here, and those of TreeShape, StageSchedule, LatencyPoint, DepthNetwork, LayerLayout, StepLimits and TextSpec,
+are the format: one that is added, dropped or renamed needs a new FORMAT_VERSION and a new fixture.
 """
 
 import math
@@ -21,11 +21,12 @@ from yggrt.artifacts import LOG_Q_MIN, LayerLayout, StepLimits
 from yggrt.depth import DepthNetwork
 from yggrt.errors import BundleFormatError, PlanFormatError
 from yggrt.latency import LatencyPoint, StepTimes
+from yggrt.schedule import COMPILED, STAGES, StageSchedule
 from yggrt.text import TextSpec
 from yggrt.tree import TreeShape
 
-FORMAT_VERSION = 4
-OLDEST_READABLE_VERSION = 4
+FORMAT_VERSION = 5
+OLDEST_READABLE_VERSION = 5
 
 PLAN_FILE = "plan.ygg"
 MANIFEST_FILE = "bundle.ygg"
@@ -37,10 +38,6 @@ TARGETS = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 ROLES = ("verify", "draft")
 """Of an artifact; the role `draft.dN` is N draft passes fused into one graph."""
-
-SCHEDULES = ("sequential",)
-STAGES = ("head_draft", "grow", "prune", "verify", "accept", "move", "depth", "tail_draft", "emit")
-RESOURCES = ("host", "device")
 
 
 # ---- what a plan decides ----
@@ -144,51 +141,79 @@ class TreePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage of an iteration: its name, where it runs, and the stages of the same iteration that it waits for."""
+class StageTime:
+    """What a stage takes, measured, a median.
 
-    name: str
-    resource: str
-    after: tuple[str, ...]
+    cores:        of its lane; 0 for a stage that runs nothing compiled.
+    verify_width, looks_ahead: of the schedules that it was measured with, see `yggrt.schedule.StageSchedule`.
+    """
+
+    stage: str
+    cores: int
+    verify_width: int | None
+    looks_ahead: bool
+    seconds: float
 
     def __post_init__(self) -> None:
-        _require_member("stage", self.name, STAGES)
-        _require_member("resource", self.resource, RESOURCES)
+        _require_member("stage", self.stage, STAGES)
+        _require(self.cores >= 0 and self.seconds >= 0, f"stage {self.stage}: {self.seconds} s on {self.cores} cores")
 
 
 @dataclass(frozen=True, slots=True)
-class StageSchedule:
-    """The stages of one iteration, each after everything it waits for; that order leaves no room for a cycle."""
+class TriedSchedule:
+    """A schedule that was run: seconds of an iteration by the stages' times, and measured (a median, and half the
+    distance between the quartiles)."""
 
-    name: str
-    stages: tuple[Stage, ...]
+    schedule: StageSchedule
+    tokens_per_iteration: float
+    predicted_s: float
+    measured_s: float
+    spread_s: float
 
     def __post_init__(self) -> None:
-        _require_member("schedule", self.name, SCHEDULES)
-        names = [stage.name for stage in self.stages]
-        _require(len(set(names)) == len(names), f"schedule {self.name} names a stage twice: {', '.join(names)}")
-        missing = {"verify", "accept"} - set(names)
-        _require(not missing, f"schedule {self.name} lacks the stage {', '.join(sorted(missing))}")
-        for index, stage in enumerate(self.stages):
-            unknown = sorted(set(stage.after) - set(names))
-            _require(not unknown, f"stage {stage.name} waits for {unknown!s:.80}, which the schedule does not have")
-            late = sorted(set(stage.after) - set(names[:index]))
-            _require(not late, f"stage {stage.name} waits for {late}, which come no earlier: a cycle or a wrong order")
+        _require(self.tokens_per_iteration >= 1, f"{self.tokens_per_iteration} tokens per iteration; at least 1 comes")
+        _require(min(self.predicted_s, self.measured_s) > 0 and self.spread_s >= 0, "seconds of a schedule are above 0")
+
+    @property
+    def token_s(self) -> float:
+        """Measured seconds per token."""
+        return self.measured_s / self.tokens_per_iteration
 
 
-def sequential_schedule() -> StageSchedule:
-    """One stage after the other: the schedule that is always possible."""
-    return StageSchedule(
-        "sequential",
-        (
-            Stage("depth", "host", ()),
-            Stage("grow", "device", ("depth",)),
-            Stage("prune", "host", ("grow",)),
-            Stage("verify", "device", ("prune",)),
-            Stage("accept", "host", ("verify",)),
-            Stage("emit", "host", ("accept",)),
-        ),
-    )
+@dataclass(frozen=True, slots=True)
+class ScheduleStudy:
+    """How the schedule was chosen.
+
+    times:         of stages, by the cores they had.
+    handoff_s:     what it takes one lane to see that another has come so far.
+    tail_hits, hits: share of iterations whose next root would be guessed rightly, with the tail draft and without.
+    tried:         those that were run, the fastest predicted first; the plan's own among them.
+    """
+
+    times: tuple[StageTime, ...]
+    handoff_s: float
+    tail_hits: float
+    hits: float
+    tried: tuple[TriedSchedule, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.handoff_s >= 0, f"handoff_s={self.handoff_s} must be at least 0")
+        shares = (self.tail_hits, self.hits)
+        _require(min(shares) >= 0 and max(shares) <= 1, f"hit rates of {shares} are not shares")
+
+    def seconds(self, schedule: StageSchedule) -> dict[str, float]:
+        """By stage, on the cores that the schedule gives it. Raises KeyError for a stage that was not measured so."""
+        return seconds_of(self.times, schedule)
+
+
+def seconds_of(times: tuple[StageTime, ...], schedule: StageSchedule) -> dict[str, float]:
+    """By stage of a schedule, on its cores and in its way. Raises KeyError for one that was not measured so."""
+    way = (schedule.verify_width, schedule.looks_ahead)
+    known = {(time.stage, time.cores): time.seconds for time in times if (time.verify_width, time.looks_ahead) == way}
+    return {
+        stage.name: known[stage.name, schedule.lanes[stage.lane] if stage.name in COMPILED else 0]
+        for stage in schedule.stages
+    }
 
 
 # ---- what a plan was made for, and from ----
@@ -337,6 +362,7 @@ class Plan:
 
     sku, target, dtype, num_threads: the machine and the number format it was made for; see yggrt.target.
     max_context: positions a request may reach, prompt included.
+    schedule_study: what the schedule was chosen by; None where nothing was tried.
     plain_width: rows of the verify step that decodes plainly the fastest; all but one are padding.
     draft_graphs: by depth, ascending; depths that are not named are drafted pass by pass.
     curves:      measured steps: `verify` by width, drafts by width and depth, each at several extents.
@@ -357,6 +383,7 @@ class Plan:
     verifier: ModelIdentity
     policy: TreePolicy
     schedule: StageSchedule
+    schedule_study: ScheduleStudy | None
     acceptance_table: AcceptanceTable
     plain_width: int
     draft_graphs: tuple[DraftGraph, ...]
@@ -390,6 +417,7 @@ class Plan:
             _require_curves(self.curves, self.policy)
         if self.depth_network is not None:
             _require_depths(self.depth_network, self)
+        _require_schedule(self)
         _require(
             math.isclose(self.acceptance_table.log_q_min, LOG_Q_MIN),
             f"the acceptance table starts at log q = {self.acceptance_table.log_q_min}; the draft pass at {LOG_Q_MIN}",
@@ -590,6 +618,28 @@ def _require_depths(network: DepthNetwork, plan: Plan) -> None:
         network.hidden_size == plan.verifier.hidden_size,
         f"the depth network reads {network.hidden_size} features, the verifier gives {plan.verifier.hidden_size}",
     )
+
+
+def _require_schedule(plan: Plan) -> None:
+    """Whether a schedule fits its plan. That it is sound in itself, it has checked."""
+    schedule, policy = plan.schedule, plan.policy
+    cores = sum(schedule.lanes)
+    _require(cores <= plan.num_threads, f"the schedule's lanes have {cores} cores, the plan {plan.num_threads} threads")
+    learned = plan.depth_network is not None
+    _require(learned == schedule.has("depth"), "the stage depth is there where a depth network is, and only there")
+    width = schedule.verify_width
+    _require(
+        width is None or width in policy.verify_widths,
+        f"the schedule's verify width {width} is not on the menu {policy.verify_widths}",
+    )
+    if plan.schedule_study is not None:
+        tried = [each.schedule for each in plan.schedule_study.tried]
+        _require(schedule in tried, "the schedule is not among those that were tried")
+        try:
+            for each in tried:
+                plan.schedule_study.seconds(each)
+        except KeyError as missing:
+            raise ValueError(f"schedule_study has no time for the stage and cores {missing}") from None
 
 
 def _require_sha256(noun: str, digest: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from yggrt.bundle import Bundle
 from yggrt.pace import depths_to_fall_back_to
 from yggrt.plan import DepthFigures, ModelIdentity, Plan
+from yggrt.schedule import describe_schedule
 
 
 def describe(bundle: Bundle) -> str:
@@ -19,7 +20,8 @@ def describe(bundle: Bundle) -> str:
         f"tree        {_tree(plan)}",
         f"depth       {describe_depth(plan)}",
         f"draft head  {_head(plan)}",
-        f"schedule    {plan.schedule.name}: {' > '.join(stage.name for stage in plan.schedule.stages)}",
+        f"schedule    {describe_schedule(plan.schedule)}",
+        *(f"  {line}" for line in describe_study(plan)),
         f"plain       {plan.plain_width} rows a step",
         *(
             f"drafts      of depth {graph.depth}: {'fused' if graph.fused else 'pass by pass'} "
@@ -72,6 +74,24 @@ def describe_depth_figures(figures: DepthFigures) -> str:
         f"({figures.fixed_depth}), {figures.confident:.3f}x stopping when unsure, {figures.learned:.3f}x learned, "
         f"{figures.oracle:.3f}x with an oracle"
     )
+
+
+def describe_study(plan: Plan) -> list[str]:
+    """The schedules that were run, a line each, the plan's own marked."""
+    study = plan.schedule_study
+    if study is None:
+        return []
+    lines = [
+        f"the next root guessed rightly: {study.tail_hits:.0%} with a tail draft, {study.hits:.0%} without; "
+        f"one lane to another: {study.handoff_s * 1e6:.0f} us"
+    ]
+    for tried in study.tried:
+        mark = "*" if tried.schedule == plan.schedule else " "
+        lines.append(
+            f"{mark} predicted {tried.predicted_s * 1e3:6.2f} ms an iteration, measured {tried.measured_s * 1e3:6.2f} "
+            f"± {tried.spread_s * 1e3:.2f}, {tried.token_s * 1e3:6.2f} a token: {describe_schedule(tried.schedule)}"
+        )
+    return lines
 
 
 def _calibration(plan: Plan) -> str:

@@ -50,6 +50,10 @@ class TreeShape:
         return self.draft_width * max(self.draft_depth - 1, 1)
 
 
+PLAIN = TreeShape(draft_width=1, draft_depth=0, verify_width=1)
+"""No tree: plain decoding."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """A grown tree as the draft pass leaves it; all arrays in growth order.

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests import toy
-from tests.yggrt.test_pace import NOTHING, make_pace
+from tests.yggrt.test_pace import make_pace
 from yggrt.artifacts import DEPTH_HEADS, DEPTH_UNITS
 from yggrt.bundle import load
 from yggrt.depth import DepthNetwork
 from yggrt.pace import Pace
-from yggrt.tree import TreeShape
+from yggrt.tree import PLAIN, TreeShape
 
 DEPTHS = (0, 1, 2, 4)
 
@@ -44,24 +44,27 @@ def expecting(*tokens: float) -> np.ndarray:
 def test_the_depth_is_the_one_worth_most(tokens, depth):
     """A pass takes a tenth of a plain step here, a row beyond the first 0.15 of one."""
     pace = with_network(make_pace(DEPTHS), random_network(32, 0))
-    assert pace.shape(expecting(*tokens), 64).draft_depth == depth
+    assert shape_for(pace, expecting(*tokens)).draft_depth == depth
+
+
+def shape_for(pace: Pace, tokens: np.ndarray, behind: bool = False) -> TreeShape:
+    """What the pace chooses where the network expects so many tokens of each depth."""
+    worth = pace.worth(tokens[None], 64, behind)
+    return pace.shape(None if worth is None else worth[0])
 
 
 def test_a_drafter_that_has_to_read_first_must_promise_more():
     pace = with_network(make_pace(DEPTHS), random_network(32, 0))
     nearly = expecting(1, 1.32, 0, 0)  # a depth of 1 costs 0.3 plain steps more, and 0.1 to read
-    assert pace.shape(nearly, 64).draft_depth == 1
-    pace.observe(0, 1, 64, 1)
-    assert pace.shape(nearly, 64).draft_depth == 0
-    pace.observe(1, 2, 64, 2)
-    assert pace.shape(nearly, 64).draft_depth == 1
+    assert shape_for(pace, nearly).draft_depth == 1
+    assert shape_for(pace, nearly, behind=True).draft_depth == 0
 
 
 def test_promises_that_are_not_kept_bound_the_depth_and_then_pause_it():
     pace = with_network(make_pace(DEPTHS), random_network(32, 0))
     always_deep, depths = expecting(1, 2, 3, 5), []
     for _ in range(60):
-        shape = pace.shape(always_deep, 64)
+        shape = shape_for(pace, always_deep)
         depths.append(shape.draft_depth)
         pace.observe(shape.draft_depth, shape.verify_width, 64, 1)
     assert depths[0] == 4 and {1, 2, 4} == set(depths) - {0}
@@ -72,13 +75,13 @@ def test_promises_that_are_not_kept_bound_the_depth_and_then_pause_it():
 def test_a_new_request_may_draft_deep_again():
     pace = with_network(make_pace(DEPTHS), random_network(32, 0))
     for _ in range(60):
-        pace.observe(pace.shape(expecting(1, 2, 3, 5), 64).draft_depth, 9, 64, 1)
+        pace.observe(shape_for(pace, expecting(1, 2, 3, 5)).draft_depth, 9, 64, 1)
     pace.start()
-    assert pace.shape(expecting(1, 2, 3, 5), 64).draft_depth == 4
+    assert shape_for(pace, expecting(1, 2, 3, 5)).draft_depth == 4
 
 
 def test_without_a_network_what_verify_says_is_ignored():
-    assert make_pace(DEPTHS).shape(expecting(9, 1, 1, 1), 64) == make_pace(DEPTHS).shape(NOTHING, 64)
+    assert shape_for(make_pace(DEPTHS), expecting(9, 1, 1, 1)) == make_pace(DEPTHS).shape(None)
 
 
 class AnyDepth(Pace):
@@ -86,7 +89,7 @@ class AnyDepth(Pace):
 
     chance = random.Random(0)
 
-    def shape(self, next_tokens, extent):
+    def shape(self, worth):
         depth = self.chance.choice((0, 1, 2, 3, 4))
         return TreeShape(self.draft_width, depth, min(9, 1 + self.draft_width * depth))
 
@@ -137,14 +140,14 @@ def test_the_row_that_counts_is_the_one_accepted_last(verifier):
         plain += outcome.tokens
         by_length[len(plain)] = outcome.next_tokens.copy()
         assert np.allclose(network.expected_tokens(outcome.hidden.numpy()[None])[0], outcome.next_tokens, atol=1e-4)
-        outcome = decoder.decode_plain(plain)
+        outcome = decoder.decode(plain, PLAIN)
     decoder.reset()
     outcome, lengths = decoder.prefill(tokens), []
     while len(tokens) + len(outcome.tokens) <= max(by_length):
         tokens += outcome.tokens
         lengths.append(len(outcome.tokens))
         assert np.allclose(outcome.next_tokens, by_length[len(tokens)], atol=1e-3)
-        outcome = decoder.decode_speculative(tokens, TreeShape(4, 3, 9))
+        outcome = decoder.decode(tokens, TreeShape(4, 3, 9))
     assert max(lengths) > 2 and min(lengths[1:]) == 1
 
 
@@ -158,7 +161,7 @@ def test_a_compiled_verifier_evaluates_the_network(toy_bundle):
         for _ in range(3):
             expected = network.expected_tokens(outcome.hidden.float().numpy()[None])[0]
             assert np.allclose(outcome.next_tokens, expected, atol=1e-4) and np.ptp(expected) > 0.1
-            outcome = engine.decoder.decode_plain([5, 9, 17, 30, *outcome.tokens])
+            outcome = engine.decoder.decode([5, 9, 17, 30, *outcome.tokens], PLAIN)
 
 
 def test_switching_depth_makes_nothing_that_was_not_there(verifier):
@@ -171,11 +174,11 @@ def test_switching_depth_makes_nothing_that_was_not_there(verifier):
 
     def once_each() -> None:
         for shape in shapes:
-            decoder.decode_speculative(tokens, shape)
+            decoder.decode(tokens, shape)
             decoder.verifier_cache.num_committed = len(tokens)
             decoder.verifier_cache.moved()
             decoder.drafter_cache.moved()
-        decoder.decode_plain(tokens)
+        decoder.decode(tokens, PLAIN)
 
     once_each()
     made = [decoder._rows, decoder._masks, decoder._ranges, decoder._extents]

@@ -57,7 +57,7 @@ def play(pace: Pace, emit, count: int) -> tuple[float, list[int]]:
     gained, depths = 0.0, []
     pace.start()
     for _ in range(count):
-        shape = pace.shape(NOTHING, 64)
+        shape = pace.shape(None)
         emitted = emit(shape.draft_depth)
         rows = shape.verify_width if shape.draft_depth else 1
         gained += emitted - pace.iteration_s(shape.draft_depth, rows, 64) / pace.iteration_s(0, 1, 64)
@@ -103,9 +103,9 @@ def test_an_earlier_gain_does_not_pay_for_a_long_loss():
 
 def test_a_policy_without_drafts_decodes_plainly():
     pace = make_pace(depths=(0,), draft_width=1)
-    assert pace.shape(NOTHING, 64) == TreeShape(1, 0, 1)
+    assert pace.shape(None) == TreeShape(1, 0, 1)
     pace.observe(0, 1, 64, 1)
-    assert pace.shape(NOTHING, 64).draft_depth == 0
+    assert pace.shape(None).draft_depth == 0
 
 
 @pytest.mark.field(33, 42)

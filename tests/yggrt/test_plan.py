@@ -1,6 +1,6 @@
 """Plans and manifests: they come back equal, keep their old files readable, and refuse what cannot be.
 
-Run as a script (`python tests/yggrt/test_plan.py`) it writes the fixtures of the current format version. Once a version
+Run as a script (`python -m tests.yggrt.test_plan`) it writes the fixtures of the current format version. Once a version
 has been released its fixtures stay as they are, and a change of the fields needs the next version.
 """
 
@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from tests.yggrt.test_schedule import overlapped
 from yggrt import plan as plans
 from yggrt import wire
 from yggrt.artifacts import DEPTH_UNITS, LOG_Q_MIN, LayerLayout, StepLimits
@@ -36,12 +37,13 @@ from yggrt.plan import (
     Plan,
     Prediction,
     Provenance,
-    Stage,
-    StageSchedule,
+    ScheduleStudy,
+    StageTime,
     TreePolicy,
+    TriedSchedule,
     identity_table,
-    sequential_schedule,
 )
+from yggrt.schedule import COMPILED, STAGES, sequential_schedule
 from yggrt.text import TextSpec
 from yggrt.tree import TreeShape
 
@@ -57,6 +59,19 @@ def sample_network() -> DepthNetwork:
     return DepthNetwork.of_arrays((0, 2, 4), (1, 5, 9), first, second)
 
 
+def sample_study() -> ScheduleStudy:
+    """Of two schedules."""
+    times = []
+    for ahead in (False, True):
+        times += [StageTime(stage, cores, None, ahead, 0.001 * cores) for stage in COMPILED for cores in (1, 2)]
+        times += [StageTime(stage, 0, None, ahead, 0.00002) for stage in STAGES if stage not in COMPILED]
+    tried = (
+        TriedSchedule(overlapped(), 2.5, 0.0131, 0.0133, 0.0002),
+        TriedSchedule(sequential_schedule(2, depth=True), 2.5, 0.0135, 0.0136, 0.0001),
+    )
+    return ScheduleStudy(tuple(times), 0.00005, 0.31, 0.12, tried)
+
+
 def sample_plan() -> Plan:
     """A plan that uses every field of the current format version."""
     return Plan(
@@ -68,7 +83,8 @@ def sample_plan() -> Plan:
         drafter=ModelIdentity("small", "LlamaForCausalLM", SHA256, "bfloat16", 49152, 2048, 2, 192, 3, 64),
         verifier=ModelIdentity("large", "LlamaForCausalLM", SHA256, "bfloat16", 49280, 8192, 30, 576, 3, 64),
         policy=TreePolicy(8, (0, 2, 4), (4, 8, 16), 8, (0, 1, 2, 3, 4, 5, 6, 7, 49151), TreeShape(8, 4, 16)),
-        schedule=sequential_schedule(),
+        schedule=overlapped(),
+        schedule_study=sample_study(),
         acceptance_table=identity_table(8, num_knots=5),
         plain_width=4,
         draft_graphs=(DraftGraph(2, False, 0.004, 0.0041), DraftGraph(4, True, 0.0084, 0.0071)),
@@ -138,7 +154,8 @@ def test_a_file_comes_back_equal_and_its_bytes_are_always_the_same(encode, decod
 
 def test_what_was_not_measured_may_be_absent():
     absent = dict.fromkeys(("prediction", "calibration", "token_s", "depth_network", "depth_figures"))
-    bare = dataclasses.replace(sample_plan(), curves=(), **absent)
+    schedule = sequential_schedule(2)
+    bare = dataclasses.replace(sample_plan(), curves=(), schedule=schedule, schedule_study=None, **absent)
     assert plans.decode_plan(plans.encode_plan(bare)) == bare
 
 
@@ -234,14 +251,29 @@ def edited(data: bytes, path: str, value: object) -> bytes:
         ("acceptance_table.num_knots", 1, "2 knots"),
         ("acceptance_table.log_q_min", 0.0, "below 0"),
         ("acceptance_table.log_q_min", -16.0, "the draft pass at"),
-        ("schedule.name", "magic", "unknown schedule"),
-        ("schedule.stages", [], "lacks the stage accept, verify"),
+        ("schedule.stages", [], "lacks the stage head, grow, prune, verify, accept, move, emit"),
         ("schedule.stages.0.name", "sleep", "unknown stage"),
         ("schedule.stages.0.name", "verify", "names a stage twice"),
-        ("schedule.stages.0.resource", "cloud", "unknown resource"),
-        ("schedule.stages.0.after", ["emit"], "a cycle or a wrong order"),
-        ("schedule.stages.0.after", ["depth"], "a cycle or a wrong order"),
-        ("schedule.stages.1.after", ["head_draft"], "which the schedule does not have"),
+        ("schedule.stages.0.lane", 3, "stage head is on lane 3; there are 3"),
+        ("schedule.stages.0.lane", 1, "stage grow may run before head"),
+        ("schedule.stages.0.lag", 1, "0 is accepted, for emit 1 too"),
+        ("schedule.stages.0.after", ["accept"], "in a circle"),
+        ("schedule.stages.1.after", ["guess"], "which the schedule does not have"),
+        ("schedule.stages.5.after", [], "stage move may run before"),
+        ("schedule.lanes", [2, 1, 0], "lanes have 3 cores, the plan 2 threads"),
+        ("schedule.lanes", [1, 0, 1], "its lane has no cores"),
+        ("schedule.lanes", [], "at least one lane"),
+        ("schedule.lanes", [1, 1, 0, 0], "lane 3 has no stage"),
+        ("schedule.verify_width", 5, "not on the menu"),
+        ("schedule.verify_width", 8, "not among those that were tried"),
+        ("schedule.verify_width", 0, "must be at least 1"),
+        ("schedule_study.times", [], "has no time for the stage"),
+        ("schedule_study.times.0.seconds", -1.0, "stage head"),
+        ("schedule_study.tail_hits", 1.5, "not shares"),
+        ("schedule_study.handoff_s", -1.0, "at least 0"),
+        ("schedule_study.tried.0.measured_s", 0.0, "above 0"),
+        ("schedule_study.tried.0.tokens_per_iteration", 0.5, "at least 1 comes"),
+        ("depth_network", None, "only there"),
         ("curves.0.role", "guess", "unknown role"),
         ("curves.0.width", 0, "width 0"),
         ("curves.0.seconds", 0.0, "latency of 0"),
@@ -379,12 +411,6 @@ def test_a_table_is_linear_between_its_knots_and_has_a_row_for_each_rank():
             table.log_acceptance(rank, -1.0)
 
 
-@pytest.mark.field(31)
-def test_a_cycle_cannot_be_written():
-    with pytest.raises(ValueError, match="cycle"):
-        StageSchedule("sequential", (Stage("verify", "device", ("accept",)), Stage("accept", "host", ("verify",))))
-
-
 def test_files_are_written_atomically_and_read_by_path(tmp_path: Path):
     plans.write_plan(tmp_path / plans.PLAN_FILE, sample_plan())
     plans.write_manifest(tmp_path, sample_manifest())
@@ -424,7 +450,7 @@ def test_a_version_that_is_not_readable_is_refused_by_number():
     for version in (0, plans.FORMAT_VERSION + 1):
         data = bytearray(plans.encode_plan(sample_plan()))
         data[8:12] = struct.pack("<I", version)
-        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 4 to 4. Rebuild it"):
+        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 5 to 5. Rebuild it"):
             plans.decode_plan(bytes(data))
 
 
