@@ -56,7 +56,7 @@ def test_the_search_offers_every_kind():
 
 
 def test_every_schedule_says_the_same(verifier):
-    """All of them, and every kind in the fused mode. The model is sure of its words, so that trees grow deep and guesses come true."""
+    """All of them, and every kind in the fused mode. The model is sure of its words, so that guesses come true."""
     verifier = sharpened(verifier)
     engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, SHAPE, spare_passes=1)
     prompt = prompt_of(9)

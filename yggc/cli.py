@@ -92,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="what a bundle holds")
     show.add_argument("bundle", type=Path)
     show.add_argument("--json", action="store_true")
+    show.add_argument("--timeline", action="store_true", help="an iteration's stages in time, planned and measured")
     show.set_defaults(handler=_show)
 
     clean = commands.add_parser("clean", help="remove the kept stages of all builds")
@@ -164,7 +165,7 @@ def _made_build(options: argparse.Namespace, output: Path | None = None, plan: P
 
 
 def _build(options: argparse.Namespace) -> int:
-    from yggc.report import format_depth, format_prediction, format_tried
+    from yggc.report import format_depth, format_prediction, format_schedules, format_tried
 
     build = _made_build(options, options.output, options.plan)
     report = build.emit()
@@ -173,6 +174,7 @@ def _build(options: argparse.Namespace) -> int:
         format_tried(report.tried),
         "" if report.study is None else format_depth(report.study),
         f"{report.output}  {report.num_bytes / 1e6:.0f} MB, {report.plan.sku}, {report.plan.num_threads} threads",
+        format_schedules(report.plan),
         format_prediction(report.plan),
         f"try: yggrt run {report.output} {trial}",
     ]
@@ -218,7 +220,7 @@ def _train_depth(options: argparse.Namespace) -> int:
 
 def _search(options: argparse.Namespace) -> int:
     from yggc.depth_onnx import ONNX_FILE, write_onnx
-    from yggc.report import format_decision, format_depth, format_prediction
+    from yggc.report import format_decision, format_depth, format_prediction, format_schedules
     from yggrt.plan import write_plan
 
     _check_place(options.output)
@@ -229,7 +231,8 @@ def _search(options: argparse.Namespace) -> int:
         if plan.depth_network is not None:
             write_onnx(options.output.with_name(ONNX_FILE), plan.depth_network)
     depth = () if build.depth_study is None else (format_depth(build.depth_study),)
-    print("\n".join((format_decision(build.decision), *depth, format_prediction(plan))))
+    schedules = (format_schedules(plan),) if plan.schedule_study is not None else ()
+    print("\n".join((format_decision(build.decision), *depth, *schedules, format_prediction(plan))))
     return 0
 
 
@@ -324,6 +327,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
+    if options.timeline:
+        from yggc.report import format_timeline
+
+        if options.json:
+            raise ValueError("--timeline is a picture, --json data; one of them is accepted")
+        print(format_timeline(options.bundle))
+        return 0
     from yggrt.cli import main as runtime_main
 
     return runtime_main(["show", str(options.bundle), *(["--json"] if options.json else [])])

@@ -90,10 +90,10 @@ def make_plan(
 
 
 def _predicted(prediction: Prediction, chosen: ChosenSchedule, sequential: StageSchedule) -> Prediction:
-    """The forecast, which is of the sequential schedule, with what the chosen one was measured to save."""
+    """The forecast, which is of the sequential schedule, with what the stages' times say that the chosen one saves."""
     if chosen.study is None:
         return prediction
-    token_s = {each.schedule: each.token_s for each in chosen.study.tried}
+    token_s = {each.schedule: each.predicted_s / each.tokens_per_iteration for each in chosen.study.tried}
     return replace(prediction, tpot_s=prediction.tpot_s * token_s[chosen.schedule] / token_s[sequential])
 
 

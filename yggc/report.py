@@ -8,13 +8,19 @@ from pathlib import Path
 
 from yggc.decide import Decision, TriedTree
 from yggc.profile import LatencyProfile
+from yggc.schedule import SteadyPace
 from yggc.trace import ANSWER_TOKENS, CalibrationTrace, TracedText, read_prompt_set, shipped_prompts
 from yggc.train_depth import DepthStudy
 from yggrt.bench import BenchPrompt, answer_both_ways, beside_prediction, difference_lines, format_table, summarize
 from yggrt.bundle import load
 from yggrt.engine import Engine
+from yggrt.latency import StepTimes
 from yggrt.plan import Plan
-from yggrt.show import describe_depth, describe_depth_figures, describe_prediction
+from yggrt.schedule import describe_schedule
+from yggrt.show import describe_depth, describe_depth_figures, describe_prediction, describe_study
+from yggrt.timeline import draw_round, measured_round, planned_round
+
+TIMELINE_PROMPTS = 3
 
 TREES_SHOWN = 5
 """Of those the search tried, the fastest."""
@@ -100,6 +106,35 @@ def format_depth(study: DepthStudy) -> str:
 def format_prediction(plan: Plan) -> str:
     """The plan's prediction in a line; empty where it has none."""
     return "" if plan.prediction is None else f"predicted: {describe_prediction(plan)}"
+
+
+def format_schedules(plan: Plan) -> str:
+    """The stage schedules that were run, and which of them the plan keeps; empty where none were."""
+    if plan.schedule_study is None:
+        return ""
+    kept = "one stage after the other" if len(plan.schedule.lanes) == 1 else "stages beside each other"
+    return "\n".join(["schedules that were run (* is kept):", *describe_study(plan), f"kept: {kept}"])
+
+
+def format_timeline(path: Path) -> str:
+    """A bundle's iteration in time: by the plan's stage times, and as it runs here on one of the shipped prompts."""
+    engine = load(path)
+    assert engine.bundle is not None
+    plan, executor = engine.bundle.plan, engine.executor
+    parts = [f"schedule: {describe_schedule(plan.schedule)}"]
+    if plan.schedule_study is not None:
+        parts.append(draw_round("planned", plan.schedule, planned_round(plan.schedule, plan.schedule_study)))
+        if plan.token_s is not None:
+            engine.pace = SteadyPace(
+                plan.policy, StepTimes(plan.curves), plan.host, plan.plain_width, plan.token_s, plan.depth_network
+            )
+    fitting = [each for each in shipped_prompts().prompts if _fits(engine, each)]
+    for prompt in fitting[:TIMELINE_PROMPTS]:  # all but the last warm up
+        executor.spans = []
+        count = min(ANSWER_TOKENS, engine.max_context - 1)
+        engine.generate(prompt.text, raw=engine.takes_raw_text, max_new_tokens=count, ignore_eos=True)
+    parts.append(draw_round("measured", plan.schedule, measured_round(plan.schedule, executor.spans or ())))
+    return "\n".join(parts)
 
 
 def report_bundle(path: Path, prompts: Path | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,11 +140,10 @@ def study_schedule(
     tokens = {mode.verify_width: mode.tokens_per_iteration for mode in (split, fused)}
     tried = []
     for schedule, seconds in zip(ranked, rounds, strict=True):
-        low, middle, high = quantiles(seconds, n=4)
+        low, _, high = quantiles(seconds, n=4)
+        predicted_s = costs.predicted_s(schedule)
         tried.append(
-            TriedSchedule(
-                schedule, tokens[schedule.verify_width], costs.predicted_s(schedule), middle, (high - low) / 2
-            )
+            TriedSchedule(schedule, tokens[schedule.verify_width], predicted_s, middle(seconds), (high - low) / 2)
         )
     study = ScheduleStudy(times, handoff_s, tail_hits, hits, tuple(tried))
     return choose_schedule(study, engine.num_threads, has_depth), study
@@ -161,7 +160,7 @@ def choose_schedule(study: ScheduleStudy, num_threads: int, has_depth: bool) -> 
 def _time_stages(
     engine: Engine, texts: Sequence[TracedText], has_depth: bool, modes: Sequence[Mode], looks_ahead: bool
 ) -> tuple[StageTime, ...]:
-    """Medians of every stage, one after the other, by cores and mode. looks_ahead: whether drafts ahead of time may be
+    """What every stage takes, one after the other, by cores and mode. looks_ahead: whether drafts ahead of time may be
     worth it, and so are timed."""
     threads = engine.num_threads
     runs = {}
@@ -185,7 +184,7 @@ def _time_stages(
         for stage in runs[cores, width, ahead].stages:
             is_compiled = stage.name in COMPILED
             if is_compiled or cores == threads:
-                seconds = median(span.ended - span.started for span in found if span.stage == stage.name)
+                seconds = middle([span.ended - span.started for span in found if span.stage == stage.name])
                 times.append(StageTime(stage.name, cores if is_compiled else 0, width, ahead, seconds))
     return tuple(times)
 
@@ -196,15 +195,21 @@ def _answer(engine: Engine, text: TracedText) -> None:
 
 def _run_in_turns(engine: Engine, schedules: Sequence[StageSchedule], texts: Sequence[TracedText]) -> list[list[float]]:
     """Seconds of every round of each schedule, all of them on the same prompts."""
-    executors = [LaneExecutor(schedule) for schedule in schedules]
     rounds: list[list[float]] = [[] for _ in schedules]
     for turn in range(TURNS + WARM_UPS):
-        for executor, seconds in zip(executors, rounds, strict=True):
-            engine.executor = executor
+        for schedule, seconds in zip(schedules, rounds, strict=True):
+            engine.use_schedule(schedule)  # so that no thread of another is left, see `LaneExecutor.on_lane`
             _answer(engine, texts[turn % len(texts)])
             if turn >= WARM_UPS:
-                seconds += executor.rounds
+                seconds += engine.executor.rounds
     return rounds
+
+
+def middle(samples: Sequence[float]) -> float:
+    """Mean without the tenth at either end: outliers do not count, and all verify widths do."""
+    ordered = sorted(samples)
+    cut = len(ordered) // 10
+    return fmean(ordered[cut : len(ordered) - cut])
 
 
 def measure_handoff(num_threads: int, count: int = HANDOFF_ROUNDS) -> float:

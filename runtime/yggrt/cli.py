@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--seed", type=int, metavar="N", help="the same text each time; default another")
     run.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
+    run.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, in Chrome's trace format")
     run.set_defaults(handler=_run)
 
     bench = commands.add_parser("bench", help="plain against speculative on a file of prompts, interleaved")
@@ -131,11 +132,14 @@ def _drop_output() -> None:
 def _run(options: argparse.Namespace) -> int:
     from yggrt.bundle import load
     from yggrt.sampling import SamplingOptions
+    from yggrt.timeline import chrome_trace
 
     prompt = _read_prompt(options)
     sampling = SamplingOptions(
         options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed
     )
+    if options.trace is not None:
+        write_json(options.trace, {"traceEvents": []})  # said before anything is loaded, if it cannot be
     waiting = sys.stderr.isatty() and not options.json
     if waiting:
         print(f"loading {options.bundle}", end="", file=sys.stderr, flush=True)
@@ -149,6 +153,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"yggrt: note: {notice}", file=sys.stderr)
     if waiting:
         engine.decoder.on_prefill = _prompt_progress()
+    if options.trace is not None:
+        engine.executor.spans = []
     stream = engine.stream(
         prompt, max_new_tokens=options.max_new_tokens, stop=options.stop, ignore_eos=options.ignore_eos,
         plain=options.plain, raw=options.raw, **asdict(sampling),
@@ -158,6 +164,9 @@ def _run(options: argparse.Namespace) -> int:
             print(piece, end="", flush=True)
     result = stream.result
     assert result is not None
+    if options.trace is not None:
+        plan = engine.bundle.plan
+        write_json(options.trace, chrome_trace(plan.schedule, plan.schedule_study, engine.executor.spans or ()))
     if options.json:
         print(json.dumps(asdict(result), ensure_ascii=False))
         return 0
@@ -211,6 +220,14 @@ def _read_prompt(options: argparse.Namespace) -> str | list[dict[str, str]]:
             raise ValueError("standard input is not UTF-8 text") from None
     prompt: str = options.prompt
     return prompt
+
+
+def write_json(path: Path, content: object) -> None:
+    """Raises ValueError in one line where it cannot be written."""
+    try:
+        path.write_text(json.dumps(content, ensure_ascii=False))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def read_json(path: Path) -> object:

@@ -140,10 +140,11 @@ class Engine:
         self.load_s: float | None = None
         self._lock = threading.Lock()
         self._owner: int | None = None
-        self.use_schedule(schedule or sequential_schedule(num_threads, depth=True))
+        self.executor = LaneExecutor(schedule or sequential_schedule(num_threads, depth=True))
 
     def use_schedule(self, schedule: StageSchedule) -> None:
         """Run iterations by this schedule from the next request on."""
+        self.executor.close()
         self.executor = LaneExecutor(schedule)
 
     @property
@@ -336,9 +337,9 @@ class Engine:
             recorder=recorder,
         )
         started = perf_counter()
-        request.read_prompt()
+        executor.on_lane("verify", self.num_threads, request.read_prompt)
         if executor.spans is not None:
-            executor.spans.append(Span("prefill", schedule.lane_of("emit"), -1, started, perf_counter()))
+            executor.spans.append(Span("prefill", schedule.lane_of("verify"), -1, started, perf_counter()))
         yield output.finished
         last: Iteration | None = None
         while not output.finished:

@@ -34,10 +34,8 @@ class Round:
 
     tokens:       the accepted path and the bonus token, in order.
     gaps:         top-2 gap of the verifier's logits where each of them was chosen.
-    hidden:       [H], the verifier's last hidden state where the last of them was chosen.
-    row:          row of the verifier's step that this was, 0 being the root's.
-    by_depth:     float32[rows, DEPTH_HEADS], tokens the depth network expects of the next iteration after each row, by
-                  its depth; zeros without a network.
+    row:          row of the verifier's step where the last of them was chosen, 0 being the root's.
+    outputs:      of that step, `yggrt.artifacts.VERIFY_OUTPUTS`; looked into where somebody asks.
     num_drafted:  nodes the drafter added to be verified.
     num_verified: rows the verifier ran, root included.
     extent:       KV rows the verifier read.
@@ -46,13 +44,24 @@ class Round:
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]
-    hidden: Tensor
     row: int
-    by_depth: NDArray[np.float32]
+    outputs: Sequence[Tensor]
     num_drafted: int
     num_verified: int
     extent: int
     expected: float
+
+    @property
+    def hidden(self) -> Tensor:
+        """[H], the verifier's last hidden state where the last token was chosen."""
+        return self.outputs[2][self.row]
+
+    @property
+    def by_depth(self) -> NDArray[np.float32]:
+        """float32[rows, DEPTH_HEADS], tokens the depth network expects of the next iteration after each row, by its
+        depth; zeros without a network."""
+        rows: NDArray[np.float32] = self.outputs[4].numpy()
+        return rows
 
     @property
     def next_tokens(self) -> NDArray[np.float32]:
@@ -195,6 +204,7 @@ class Decoder:
         nodes, pool = draft.limits.max_nodes, draft.limits.pool_size
         self._root = torch.zeros(2, dtype=torch.int64)
         self._tree_tokens = torch.zeros(nodes, dtype=torch.int64)
+        self._root_array, self._tree_tokens_array = self._root.numpy(), self._tree_tokens.numpy()
         ancestors = torch.zeros(nodes, nodes, dtype=torch.bool)
         ancestors[0, 0] = True
         self._empty_state: tuple[Tensor, ...] = (
@@ -246,10 +256,9 @@ class Decoder:
             cache.num_committed = last
             if self.on_prefill is not None:
                 self.on_prefill(last, len(tokens))
-        choices, gaps, hidden, logits, by_depth = outputs
+        choices, gaps, _, logits, _ = outputs
         token = int(choices[-1]) if choose is None else choose(logits[-1])
-        row = hidden.shape[0] - 1
-        return Round((token,), (float(gaps[-1]),), hidden[-1], row, by_depth.numpy(), 0, len(tokens), extent, 1.0)
+        return Round((token,), (float(gaps[-1]),), len(choices) - 1, outputs, 0, len(tokens), extent, 1.0)
 
     def flush_moves(self) -> None:
         """Apply the moves owed to both caches, so that their committed rows are in place."""
@@ -303,7 +312,7 @@ class Decoder:
             rows[2] = rows[3] = rows[1] + 1
         ancestors = torch.zeros(width, self.draft.limits.max_nodes, dtype=torch.bool)
         extent = self._extent_tensor(first_position + width + 1)
-        self._root[0], self._root[1] = 0, extent.numel()  # beyond the slots read: none of them is a node's
+        self._root_array[:] = 0, extent.numel()  # beyond the slots read: none of them is a node's
         self._run_draft((*rows.unbind(), ancestors), self._range(0, 1), self._range(0, 1), self._range(1, 1),
                         self._empty_state, extent)  # fmt: skip
 
@@ -379,7 +388,7 @@ class Decoder:
             return
         num_tokens = len(tokens)
         if guessed is not None:
-            self._root[0], self._root[1] = num_tokens - 1, num_tokens
+            self._root_array[:] = num_tokens - 1, num_tokens
             iteration.drafted, iteration.num_passes = guessed.drafted, 1
             self.num_guessed += 1
             return
@@ -389,10 +398,10 @@ class Decoder:
         if num_tokens > 1:  # the token before the root: its row may be missing, running it again does no harm
             head[:, 0] = (tokens[-2], num_tokens - 2, num_tokens - 1, num_tokens - 1)
         head[:, 1] = (tokens[-1], num_tokens - 1, num_tokens, num_tokens)
-        self._root[0], self._root[1] = num_tokens - 1, num_tokens
+        self._root_array[:] = num_tokens - 1, num_tokens
         self.drafter_cache.num_committed = num_tokens
         if self._fused_graph(iteration) is None:
-            self._tree_tokens[0] = tokens[-1]
+            self._tree_tokens_array[0] = tokens[-1]
             first = (*self._head_rows, self._head_ancestors)
             iteration.drafted = self._run_draft(
                 first, self._range(1, 1), self._range(0, 1), self._range(1, shape.draft_width), self._empty_state,
@@ -481,7 +490,7 @@ class Decoder:
         iteration.outputs = self._run_verify(*iteration.verify_inputs)
 
     def _accept(self, iteration: Iteration) -> None:
-        choices, gaps, hidden, logits, by_depth = iteration.outputs
+        choices, gaps, _, logits, _ = iteration.outputs
         cut, choose = iteration.cut, iteration.choose
         path, num_drafted, num_verified = [0], 0, 1
         if cut is not None:
@@ -499,8 +508,8 @@ class Decoder:
             emitted = (*cut.tokens[path[1:]].tolist(), bonus)
         iteration.path = path
         iteration.outcome = Round(
-            emitted, tuple(gaps.numpy()[path].tolist()), hidden[path[-1]], path[-1], by_depth.numpy(), num_drafted,
-            num_verified, iteration.extent, iteration.expected,
+            emitted, tuple(gaps.numpy()[path].tolist()), path[-1], iteration.outputs, num_drafted, num_verified,
+            iteration.extent, iteration.expected,
         )  # fmt: skip
 
     def _next_head(self, iteration: Iteration) -> None:

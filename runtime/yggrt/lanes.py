@@ -6,6 +6,7 @@ Invariant: between rounds no thread runs a stage or holds anything of a request,
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import weakref
@@ -20,6 +21,9 @@ import torch
 from yggrt.schedule import Stage, StageSchedule
 
 RunStage = Callable[[Stage], None]
+
+OMP_PAUSE_HARD = 2
+"""`omp_pause_hard` of OpenMP 5.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,9 @@ class LaneExecutor:
         self._done = {name: threading.Event() for name in waited_for}
         self._failure: BaseException | None = None  # of another lane
         self._stopped = False
-        self._inboxes: list[SimpleQueue[Callable[[], float] | None]] = []
+        self._others = [lane for lane in range(len(schedule.lanes)) if lane != self._caller]
+        self._inboxes: list[SimpleQueue[Callable[[], float] | None]] = []  # of the other lanes, in their order
+        self._workers: list[threading.Thread] = []
         self._ended: SimpleQueue[float] = SimpleQueue()
         self._num_running = 0
 
@@ -69,6 +75,37 @@ class LaneExecutor:
         self._wait_for_lanes()
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.rounds = []
+
+    def close(self) -> None:
+        """End the other lanes' threads now. The pools of threads that their steps had end with them."""
+        self._wait_for_lanes()
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for worker in self._workers:
+            worker.join()
+        self._inboxes, self._workers = [], []
+
+    def on_lane(self, name: str, cores: int, work: Callable[[], None]) -> None:
+        """Do something in the lane of a stage with so many cores, and wait for it.
+
+        A thread that calls compiled steps keeps a pool of threads for them, and where all pools together are larger
+        than the machine their threads sleep between loops, which costs more than a step. So each lane's steps belong to
+        one thread, and the caller's gives up its pool where its lane has none.
+        """
+        lane = self.schedule.lane_of(name)
+        self._wait_for_lanes()
+        self._failure, self._stopped = None, False
+        if lane == self._caller:
+            work()
+            return
+        if self.schedule.lanes[self._caller] == 0:
+            _give_up_pool()
+        self._hire()
+        self._num_running += 1
+        own = self.schedule.lanes[lane]
+        self._inboxes[self._others.index(lane)].put(partial(self._guarded, partial(_with_cores, cores, own, work)))
+        self._wait_for_lanes()
+        self._raise_failure()
 
     def round(self, run: RunStage) -> Iterator[None]:
         """One round; yields once, when `emit` has run. Closing it there, or a stage that raises, ends the round.
@@ -96,21 +133,28 @@ class LaneExecutor:
         finally:
             last = max(last, self._wait_for_lanes())
             self.rounds.append(max(ended, last) - started)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """What another lane failed with."""
         if self._failure is not None:
             try:
                 raise self._failure
             finally:
                 self._failure = None
 
-    def _run_lane(self, lane: int, run: RunStage) -> float:
-        """All stages of a lane; returns when they ended."""
+    def _guarded(self, work: Callable[[], None]) -> float:
+        """Work of another lane; returns when it ended."""
         try:
-            for stage in self._lanes[lane]:
-                self._run_stage(stage, run)
+            work()
         except BaseException as error:
             self._failure = error
             self._stop()
         return perf_counter()
+
+    def _run_lane(self, lane: int, run: RunStage) -> None:
+        for stage in self._lanes[lane]:
+            self._run_stage(stage, run)
 
     def _run_stage(self, stage: Stage, run: RunStage) -> None:
         for name in stage.after:
@@ -134,12 +178,10 @@ class LaneExecutor:
             event.set()
 
     def _start_lanes(self, run: RunStage) -> None:
-        if not self._inboxes and len(self._lanes) > 1:
-            self._hire()
-        others = [lane for lane in range(len(self._lanes)) if lane != self._caller]
-        for lane, inbox in zip(others, self._inboxes, strict=True):
+        self._hire()
+        for lane, inbox in zip(self._others, self._inboxes, strict=True):
             self._num_running += 1
-            inbox.put(partial(self._run_lane, lane, run))
+            inbox.put(partial(self._guarded, partial(self._run_lane, lane, run)))
 
     def _wait_for_lanes(self) -> float:
         """Until no lane runs a stage. Returns when the last one ended."""
@@ -151,13 +193,15 @@ class LaneExecutor:
 
     def _hire(self) -> None:
         """Start the other lanes' threads. They hold nothing of this executor between rounds and end with it."""
+        if len(self._inboxes) == len(self._others):
+            return
         usable = sorted(os.sched_getaffinity(0))
         shares_cores = sum(self.schedule.lanes) <= len(usable) and sum(1 for cores in self.schedule.lanes if cores) > 1
         taken = 0
-        for lane, cores in enumerate(self.schedule.lanes):
-            if lane == self._caller:
-                continue
-            own = usable[len(usable) - taken - cores : len(usable) - taken] if shares_cores and cores else []
+        for lane in self._others:
+            cores = self.schedule.lanes[lane]
+            aside = shares_cores and cores and lane != self.schedule.lane_of("verify")
+            own = usable[len(usable) - taken - cores : len(usable) - taken] if aside else []
             taken += len(own)
             inbox: SimpleQueue[Callable[[], float] | None] = SimpleQueue()
             worker = threading.Thread(
@@ -166,8 +210,24 @@ class LaneExecutor:
             worker.start()
             self._ended.get()  # it has set what it needs to set
             self._inboxes.append(inbox)
+            self._workers.append(worker)
             weakref.finalize(self, inbox.put, None)
         torch.set_num_threads(torch.get_num_threads())  # for threads of the caller's that are yet to begin
+
+
+def _with_cores(cores: int, afterwards: int, work: Callable[[], None]) -> None:
+    torch.set_num_threads(cores)
+    try:
+        work()
+    finally:
+        torch.set_num_threads(afterwards)
+
+
+def _give_up_pool() -> None:
+    """End the pool of threads that this thread's parallel loops left; its next loop makes another."""
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(OMP_PAUSE_HARD)
 
 
 def _work(

@@ -142,7 +142,7 @@ class TreePolicy:
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """What a stage takes, measured, a median.
+    """What a stage takes, measured: a mean without the outermost tenths.
 
     cores:        of its lane; 0 for a stage that runs nothing compiled.
     verify_width, looks_ahead: of the schedules that it was measured with, see `yggrt.schedule.StageSchedule`.
@@ -161,8 +161,8 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class TriedSchedule:
-    """A schedule that was run: seconds of an iteration by the stages' times, and measured (a median, and half the
-    distance between the quartiles)."""
+    """A schedule that was run: seconds of an iteration by the stages' times, and measured (a mean without
+    the outermost tenths, and half the distance between the quartiles)."""
 
     schedule: StageSchedule
     tokens_per_iteration: float
