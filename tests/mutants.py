@@ -21,6 +21,7 @@ COPIED = ("yggc", "runtime", "tests", "plans", "pyproject.toml")
 LIMIT_S = 600
 LOSSLESS = "tests/test_lossless.py::"
 OUTPUT = LOSSLESS + "test_output_equals_plain_and_hugging_face"
+SCHEDULES = "tests/test_lossless_schedules.py::"
 CACHES = LOSSLESS + "test_after_every_iteration_both_caches_equal_a_fresh_prefill"
 WINDOWS = LOSSLESS + "test_sliding_windows_count_positions_not_slots"
 
@@ -39,42 +40,94 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "only an iteration's last token is looked at for the end of the text",
-        "runtime/yggrt/engine.py",
-        "                finished = output.push(token)\n                if finished:\n",
-        "                output._eos_ids, kept = frozenset(), output._eos_ids\n"
-        "                if emitted == len(outcome.tokens):\n"
-        "                    output._eos_ids = kept\n"
-        "                finished = output.push(token)\n                output._eos_ids = kept\n"
-        "                if finished:\n",
+        "runtime/yggrt/text.py",
+        "if token_id in self._eos_ids:",
+        "if token_id in self._eos_ids and len(self._token_ids) % 2:",
         LOSSLESS + "test_every_token_in_turn_as_eos_stops_at_its_first_occurrence",
     ),
     Mutant(
+        "an iteration keeps tokens past the end of the text",
+        "runtime/yggrt/request.py",
+        "                kept = kept[: place + 1]\n",
+        "",
+        SCHEDULES + "test_ends_are_where_they_were",
+    ),
+    Mutant(
         "gaps are told of tokens that were not emitted",
-        "runtime/yggrt/engine.py",
-        "            recorder.gaps += outcome.gaps[:emitted]\n",
-        "            recorder.gaps += outcome.gaps\n",
+        "runtime/yggrt/stats.py",
+        "        self.gaps += outcome.gaps[:num_emitted]\n",
+        "        self.gaps += outcome.gaps\n",
         LOSSLESS + "test_every_token_in_turn_as_eos_stops_at_its_first_occurrence",
     ),
     Mutant(
         "trees grow past the context's end",
-        "runtime/yggrt/engine.py",
-        "depth = 0 if plain else min(shape.draft_depth, remaining - 1)",
-        "depth = 0 if plain else shape.draft_depth",
+        "runtime/yggrt/request.py",
+        "depth = min(shape.draft_depth, self._remaining - 1)",
+        "depth = shape.draft_depth",
         LOSSLESS + "test_no_node_of_a_tree_has_a_position_beyond_the_context",
     ),
     Mutant(
         "the drafter is asked beyond its context",
-        "runtime/yggrt/engine.py",
+        "runtime/yggrt/request.py",
         "if depth > 0 and num_tokens + depth > self.drafter_context:",
         "if depth > 0 and num_tokens > 2 * self.drafter_context:",
         LOSSLESS + "test_past_the_drafters_context_it_decodes_plainly_and_says_so",
     ),
     Mutant(
         "logits that are not numbers pass",
-        "runtime/yggrt/engine.py",
+        "runtime/yggrt/request.py",
         "    if any(gap != gap for gap in gaps):",
         "    if any(gap < 0 for gap in gaps):",
         LOSSLESS + "test_a_verifier_with_logits_that_are_not_numbers_is_an_error",
+    ),
+    Mutant(
+        "a wrong guess of the next root is taken for right",
+        "runtime/yggrt/executor.py",
+        "        came_true = guess is not None and",
+        "        came_true = guess is not None or",
+        SCHEDULES + "test_every_kind_says_the_same_of_other_pairs",
+    ),
+    Mutant(
+        "a guessed root's rows keep the places they were drafted at",
+        "runtime/yggrt/executor.py",
+        "            moved += depth\n",
+        "            moved += 0\n",
+        SCHEDULES + "test_a_guess_drafts_the_tree_that_a_head_draft_would",
+    ),
+    Mutant(
+        "moves that no draft pass applied are overwritten",
+        "runtime/yggrt/executor.py",
+        "        if self.drafter_cache.has_moves:  # no draft pass has run since: the guess was the whole draft\n",
+        "        if self.drafter_cache.has_moves and not path:\n",
+        SCHEDULES + "test_after_every_iteration_the_drafters_cache_equals_a_fresh_prefill",
+    ),
+    Mutant(
+        "rows may be moved before drafts ahead of time have ended",
+        "runtime/yggrt/schedule.py",
+        '    Dependency("tail", "move"),',
+        '    Dependency("prune", "move"),',
+        "tests/yggrt/test_schedule.py",
+    ),
+    Mutant(
+        "a lane does not wait for another",
+        "runtime/yggrt/lanes.py",
+        "                self._done[name].wait()\n",
+        "                pass\n",
+        "tests/yggrt/test_lanes.py::test_waits_hold_under_any_delay",
+    ),
+    Mutant(
+        "a round given up leaves stages running",
+        "runtime/yggrt/lanes.py",
+        "            last = max(last, self._wait_for_lanes())\n",
+        "            last = max(last, 0.0)\n",
+        "tests/yggrt/test_lanes.py::test_a_round_given_up_between_pieces_leaves_no_stage_running",
+    ),
+    Mutant(
+        "the search's bound leaves out what is best",
+        "yggc/stages.py",
+        "        left[name] = seconds[name] + max([end, *after])\n",
+        "        left[name] = 3 * seconds[name] + max([end, *after])\n",
+        "tests/yggc/test_stages.py::test_the_best_order_is_that_of_brute_force",
     ),
     Mutant(
         "accepted KV rows are not moved",
@@ -92,8 +145,8 @@ MUTANTS = (
     Mutant(
         "the drafter's rows are taken in sorted order",
         "runtime/yggrt/executor.py",
-        "[num_tokens + int(cut.nodes[row]) for row in inner]",
-        "[num_tokens + row for row in inner]",
+        "        nodes = [int(cut.nodes[row]) for row in path]\n",
+        "        nodes = list(path)\n",
         CACHES,
     ),
     Mutant(
@@ -106,8 +159,8 @@ MUTANTS = (
     Mutant(
         "a drafter row that never ran counts as committed",
         "runtime/yggrt/executor.py",
-        "        inner = path[:-1]\n",
-        "        inner = path\n",
+        "        elif nodes and nodes[-1] >= iteration.num_run:\n",
+        "        elif not nodes:\n",
         CACHES,
     ),
     Mutant(
@@ -153,7 +206,7 @@ MUTANTS = (
     Mutant(
         "a prompt is read into the drafter as if an earlier tree were there",
         "runtime/yggrt/executor.py",
-        "        self._root[0], self._root[1] = 0, extent.numel()",
+        "        self._root_array[:] = 0, extent.numel()",
         "        pass",
         CACHES,
     ),
@@ -311,15 +364,15 @@ MUTANTS = (
     Mutant(
         "the depth is chosen by the root's hidden row instead of the row accepted last",
         "runtime/yggrt/executor.py",
-        "extent, expected, by_depth.numpy()[last]",
-        "extent, expected, by_depth.numpy()[0]",
+        "        row: NDArray[np.float32] = self.by_depth[self.row]\n",
+        "        row: NDArray[np.float32] = self.by_depth[0]\n",
         "tests/yggrt/test_depth.py::test_the_row_that_counts_is_the_one_accepted_last",
     ),
     Mutant(
         "a depth network that is always wrong is always believed",
         "runtime/yggrt/pace.py",
-        "        if self._level + 1 < len(self.depths):\n            worth",
-        "        if not self.depths:\n            worth",
+        "            if self._level + 1 < len(self.depths):  # none",
+        "            if not self.depths:  # none",
         "tests/yggrt/test_depth.py::test_promises_that_are_not_kept_bound_the_depth_and_then_pause_it",
     ),
     Mutant(

@@ -75,7 +75,7 @@ def count_guesses(texts: Sequence[GrownText], depth: int, prices: Prices) -> Gue
             verified = int(taken.verified[root])
             order = np.argsort(-grown.values[root, : sizes[1]], kind="stable")
             hits = [size <= grown.values.shape[1] and _guessed(grown, root, size, order[:verified]) for size in sizes]
-            emitted = int(taken.emitted[root])
+            emitted = min(int(taken.emitted[root]), grown.num_roots - root)
             found = Guesses(
                 found.iterations + 1, found.tokens + emitted, found.tail_hits + hits[0], found.hits + hits[1]
             )

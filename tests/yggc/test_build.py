@@ -131,6 +131,7 @@ STAGES = {
     "trace": (build_module, "make_trace"),
     "search": (decide, "search"),
     "forecast": (decide, "forecast"),
+    "schedule": (decide, "choose_schedule"),
     "bundle": (build_module, "emit_bundle"),
 }
 

@@ -51,6 +51,18 @@ def test_search_prints_its_choice_and_writes_a_plan_that_builds(pair, toy_bundle
     assert main(["build", *pair[:4], "--plan", str(place), "-o", str(tmp_path / "b.bundle")]) == 0
 
 
+def test_the_timeline_is_drawn_as_planned_and_as_measured(toy_bundle, capsys):
+    plan = read_plan(toy_bundle.searched / "plan.ygg")
+    assert main(["show", str(toy_bundle.searched), "--timeline"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("schedule: ") and "measured: " in out and "verify" in out
+    assert ("planned: " in out) == (plan.schedule_study is not None)
+    assert main(["show", str(toy_bundle.path), "--timeline"]) == 0
+    assert "planned: " not in capsys.readouterr().out  # its plan was given, and nothing measured for it
+    assert main(["show", str(toy_bundle.path), "--timeline", "--json"]) == 1
+    assert "one of them is accepted" in capsys.readouterr().err
+
+
 def test_a_place_that_cannot_be_written_is_one_line(pair, capsys):
     for command in ("calibrate", "search"):
         assert main([command, *pair, "-o", "/nonexistent/file"]) == 1

@@ -137,6 +137,19 @@ def test_check_and_show(toy_bundle, capsys):
     assert shown["plan"]["policy"]["draft_width"] == 4 and shown["manifest"]["step_abi_version"] == 2
 
 
+def test_a_run_can_be_traced(toy_bundle, tmp_path, capsys):
+    place = tmp_path / "trace.json"
+    code, out, _ = run(capsys, "run", toy_bundle.path, "the world tree", "--max-new-tokens", "8", "--trace", place)
+    events = json.loads(place.read_text())["traceEvents"]
+    assert code == 0 and out
+    assert {"prefill", "head", "verify", "emit"} <= {event["name"] for event in events}
+    code, out, err = run(capsys, "run", toy_bundle.path, "x", "--trace", "/nonexistent/trace.json")
+    assert (code, out) == (
+        1,
+        "",
+    ) and err == "yggrt: /nonexistent/trace.json cannot be written: No such file or directory\n"
+
+
 def test_a_damaged_bundle_is_refused_before_it_is_loaded(toy_bundle, tmp_path, capsys):
     damaged = tmp_path / "damaged"
     shutil.copytree(toy_bundle.path, damaged)
