@@ -46,9 +46,9 @@ MUTANTS = (
         LOSSLESS + "test_every_token_in_turn_as_eos_stops_at_its_first_occurrence",
     ),
     Mutant(
-        "an iteration keeps tokens past the end of the text",
+        "an iteration begins where the text is over, because its end is still to be emitted",
         "runtime/yggrt/request.py",
-        "                kept = kept[: place + 1]\n",
+        "                self.ended = True\n",
         "",
         SCHEDULES + "test_ends_are_where_they_were",
     ),
@@ -99,7 +99,7 @@ MUTANTS = (
         "runtime/yggrt/executor.py",
         "        if self.drafter_cache.has_moves:  # no draft pass has run since: the guess was the whole draft\n",
         "        if self.drafter_cache.has_moves and not path:\n",
-        SCHEDULES + "test_after_every_iteration_the_drafters_cache_equals_a_fresh_prefill",
+        SCHEDULES + "test_a_guess_that_was_the_whole_draft_has_its_moves_applied",
     ),
     Mutant(
         "rows may be moved before drafts ahead of time have ended",

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from tests import toy
 from tests.test_lossless import make_sliding, prompt_of, sharpened
@@ -21,6 +22,7 @@ from tests.yggrt.test_pace import make_pace
 from tests.yggrt.test_schedule import overlapped
 from yggc.stages import Mode
 from yggrt.engine import Engine
+from yggrt.executor import Iteration
 from yggrt.schedule import StageSchedule, sequential_schedule
 from yggrt.text import TextCodec, TextSpec
 from yggrt.tree import TreeShape
@@ -100,8 +102,6 @@ def test_guesses_that_come_true_change_no_token(verifier, shape):
 @pytest.mark.parametrize("schedule", one_of_each(AHEAD), ids=lambda each: str(signature(each)))
 def test_after_every_iteration_the_drafters_cache_equals_a_fresh_prefill(verifier, schedule, monkeypatch):
     """Whether the guess came true or not."""
-    import torch
-
     model = sharpened(verifier)
     drafter = toy.make_drafter("sometimes", model)
     engine = toy.make_engine(drafter, model, SHAPE, spare_passes=1)
@@ -152,11 +152,46 @@ def test_a_guess_drafts_the_tree_that_a_head_draft_would(verifier, monkeypatch):
     assert trees[True] == trees[False] and decoder.num_guessed > 5
 
 
+def test_a_guess_that_was_the_whole_draft_has_its_moves_applied(verifier):
+    """One pass deep there is no draft pass between a guess and the next moves, unless something is guessed again."""
+    drafter = toy.make_drafter("sometimes", verifier)
+    decoder = toy.make_engine(drafter, verifier, TreeShape(2, 1, 3), spare_passes=1).decoder
+    fresh = toy.make_engine(drafter, verifier, TreeShape(2, 1, 3), spare_passes=1).decoder
+    overwritten = 0
+    for seed in range(6):
+        tokens = prompt_of(7, seed)
+        decoder.reset()
+        tokens += decoder.prefill(tokens).tokens
+        decoder.prefill_drafter(tokens)
+        for turn in range(30):
+            rows = 2 + turn % 2  # all three nodes verified leave nothing to guess
+            iteration = Iteration(tokens, TreeShape(2, 1, 3), lambda _values, _extent, rows=rows: rows, None, 2)
+            for stage in ("head", "grow", "prune", "verify", "accept", "next_head"):
+                decoder.stages[stage](iteration)
+            overwritten += decoder.drafter_cache.has_moves and len(iteration.path) > 1
+            decoder.stages["move"](iteration)
+            tokens += iteration.result().tokens
+        decoder.flush_moves()
+        fresh.reset()
+        fresh.prefill_drafter([*tokens, 0, 0])
+        last = decoder.drafter_cache.num_committed + 1
+        for buffer, expected in zip(decoder.drafter_cache.buffers, fresh.drafter_cache.buffers, strict=True):
+            torch.testing.assert_close(buffer[:, 1:last], expected[:, 1:last], rtol=1e-4, atol=1e-5)
+    assert overwritten > 3
+
+
 @pytest.mark.field(1, 3)
 @pytest.mark.parametrize("schedule", ENDS, ids=lambda each: str(signature(each)))
-def test_ends_are_where_they_were(verifier, schedule):
+def test_ends_are_where_they_were(verifier, schedule, monkeypatch):
     engine = toy.make_engine(toy.make_drafter("always", verifier), verifier, SHAPE, max_context=40, spare_passes=1)
     engine.use_schedule(schedule)
+    verified: list[int] = []
+
+    def verify(iteration, run=engine.decoder.stages["verify"]) -> None:
+        verified.append(len(iteration.tokens))
+        run(iteration)
+
+    monkeypatch.setattr(engine.decoder, "stages", {**engine.decoder.stages, "verify": verify})
     prompt = prompt_of(6)
     free = engine.generate(prompt, max_new_tokens=20)
     for budget in (0, 1, 2, 4):
@@ -164,7 +199,9 @@ def test_ends_are_where_they_were(verifier, schedule):
         assert found.token_ids == free.token_ids[:budget] and found.finish_reason == "length"
     for eos in sorted(set(free.token_ids))[::3]:
         engine.eos_ids = frozenset({eos})
+        verified.clear()
         found = engine.generate(prompt, max_new_tokens=20)
+        assert len(verified) == found.stats.iterations  # none where the text was over
         assert found.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
         assert found.finish_reason == "eos" and len(found.gaps) == len(found.token_ids)
     engine.eos_ids = frozenset()
@@ -272,8 +309,6 @@ def test_a_stream_that_is_given_up_leaves_no_lane_at_work(verifier, monkeypatch)
 
 
 def test_the_callers_thread_emits_and_its_settings_are_kept(verifier):
-    import torch
-
     model = toy.make_llama(3, vocab_size=300)
     codec = TextCodec(make_tokenizer(300), TextSpec(None, None, None, None, None, ()))
     engine = toy.make_engine(model, model, SHAPE, spare_passes=1, codec=codec, vocab_size=300)

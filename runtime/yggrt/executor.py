@@ -374,11 +374,13 @@ class Decoder:
         return iteration.result()
 
     def draft_tree(self, tokens: Sequence[int], shape: TreeShape) -> Tree:
-        """Grow a tree below the last committed token: draft_depth passes that add draft_width nodes each."""
+        """Grow a tree below the last committed token: draft_depth passes that add draft_width nodes each, or none."""
         iteration = Iteration(tokens, shape)
         self._head(iteration)
         self._grow(iteration)
-        assert iteration.tree is not None
+        if iteration.tree is None:
+            self._tree_tokens_array[0] = tokens[-1]
+            return Tree.of_state(self._empty_state, 1)
         return iteration.tree
 
     def _head(self, iteration: Iteration) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.yggrt.test_pace import NOTHING
 from yggc.search_tree import (
     ROUNDS,
     SETTLED,
@@ -70,7 +69,7 @@ def brute_force(text: GrownText, depth: int, prices: Prices, token_s: float) -> 
     at, seconds, behind = 0, 0.0, False
     pace = pace_of(Candidate(text.draft_width, 8), depth, replace(prices, token_s=token_s))
     while at < text.num_roots:
-        wanted = min(pace.shape(NOTHING, 64).draft_depth, text.budget - 2 - at)
+        wanted = min(pace.shape(None).draft_depth, text.budget - 2 - at)
         if wanted == 0:
             pace.observe(0, 1, 64, 1)
             seconds += float(prices.times.verify_s([1], 64)[0]) + prices.host.plain_s
