@@ -185,7 +185,7 @@ def _build(options: argparse.Namespace) -> int:
 def _profile(options: argparse.Namespace) -> int:
     from yggc.report import format_profile
 
-    print(format_profile(_made_build(options).profile))
+    print(format_profile(_made_build(options).first_profile))
     return 0
 
 

@@ -8,6 +8,7 @@ from tests import toy
 from yggc import profile
 from yggc.profile import (
     LatencyProfile,
+    look_again,
     measure_steps,
     measure_until_steady,
     plain_width,
@@ -95,6 +96,27 @@ def test_times_that_waver_are_taken_again_and_the_steadiest_are_kept():
     kept, notice = measure_until_steady(lambda: next(runs), said.append, attempts=3)
     assert kept == better and notice is not None and "unsteady machine (times waver by 20%)" in notice
     assert measure_until_steady(lambda: steady, lambda text: pytest.fail(text)) == (steady, None)
+
+
+def test_a_machine_that_was_slow_for_a_while_is_looked_at_again():
+    """Slower by a third and steadily so while some steps were timed: no spread tells."""
+
+    def look(*seconds: float, host: float = 0.2) -> LatencyProfile:
+        points = tuple(LatencyPoint("verify", 1 + width, 0, 128, each, 0.01) for width, each in enumerate(seconds))
+        return LatencyProfile(points, HostSeconds(host, 2 * host), points[:1])
+
+    slow, calm, later = look(1.0, 1.4, 1.5), look(1.02, 1.05, 1.1, host=0.1), look(1.01, 1.06, 1.12)
+    said: list[str] = []
+    runs = iter((calm, later))
+    found = look_again(slow, lambda: next(runs), said.append)
+    assert [point.seconds for point in found.points] == [1.0, 1.05, 1.1]
+    assert found.host == HostSeconds(0.1, 0.2) and found.whole_head == slow.whole_head
+    assert said == ["  the machine has changed since steps were timed (times differ by 25%); measuring again"]
+    runs = iter((later,))
+    assert look_again(calm, lambda: next(runs), lambda text: pytest.fail(text)).points[0].seconds == 1.01
+    runs = iter((calm, slow, calm))
+    look_again(slow, lambda: next(runs), said.append, attempts=3)
+    assert next(runs) == calm and len(said) == 2  # three looks at most
 
 
 def test_a_busy_machine_is_waited_for_and_told_of():
