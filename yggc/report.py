@@ -113,7 +113,7 @@ def format_schedules(plan: Plan) -> str:
     if plan.schedule_study is None:
         return ""
     kept = "one stage after the other" if len(plan.schedule.lanes) == 1 else "stages beside each other"
-    return "\n".join(["schedules that were run (* is kept):", *describe_study(plan), f"kept: {kept}"])
+    return "\n".join(["schedules that were run (± two standard errors; * is kept):", *describe_study(plan), f"kept: {kept}"])
 
 
 def format_timeline(path: Path) -> str:

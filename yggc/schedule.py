@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +28,14 @@ MOST_TRIED = 5
 """Schedules that are run and timed."""
 
 TIE = 0.01
-"""Another schedule must give a token in this much less time than the sequential one to be kept."""
+"""Another schedule must give a token in this much less time than the sequential one to be kept, beyond its error."""
 
 SIDE_CORES = (1, 2, 4, 8, 16)
 """Cores that a lane beside the first may be given."""
 
 ANSWER_TOKENS = 25
-TURNS = 3
+TIMED_TURNS = 3
+TRIED_TURNS = 12
 """Of every way to run, after WARM_UPS that are left out; an answer each."""
 
 HANDOFF_ROUNDS = 200
@@ -132,29 +133,31 @@ def study_schedule(
         costs = StageCosts(engine.num_threads, times, handoff_s, tail_hits, hits, has_depth, (split, fused))
         ranked = rank_schedules(costs, MOST_TRIED)
         say(f"  trying {len(ranked)} schedules")
-        rounds = _run_in_turns(engine, ranked, texts)
+        turns = _run_in_turns(engine, ranked, texts)
     finally:
         engine.pace, engine.decoder.fused = pace_before, fused_before
         engine.use_schedule(schedule_before)
         engine.decoder.reset()
     tokens = {mode.verify_width: mode.tokens_per_iteration for mode in (split, fused)}
     tried = []
-    for schedule, seconds in zip(ranked, rounds, strict=True):
-        low, _, high = quantiles(seconds, n=4)
+    for schedule, (measured_s, error_s) in zip(ranked, beside_each_other(turns), strict=True):
         predicted_s = costs.predicted_s(schedule)
-        tried.append(
-            TriedSchedule(schedule, tokens[schedule.verify_width], predicted_s, middle(seconds), (high - low) / 2)
-        )
+        tried.append(TriedSchedule(schedule, tokens[schedule.verify_width], predicted_s, measured_s, error_s))
     study = ScheduleStudy(times, handoff_s, tail_hits, hits, tuple(tried))
     return choose_schedule(study, engine.num_threads, has_depth), study
 
 
 def choose_schedule(study: ScheduleStudy, num_threads: int, has_depth: bool) -> StageSchedule:
-    """The measured winner; the sequential schedule where nothing beats it by more than TIE."""
+    """The measured winner; the sequential schedule where nothing beats it by more than TIE and more than chance."""
     plain = sequential_schedule(num_threads, has_depth)
     (own,) = (each for each in study.tried if each.schedule == plain)
-    best = min(study.tried, key=lambda each: each.token_s)
-    return best.schedule if best.token_s < own.token_s * (1 - TIE) else plain
+
+    def at_worst(each: TriedSchedule) -> float:
+        """Seconds per token."""
+        return (each.measured_s + each.error_s) / each.tokens_per_iteration
+
+    best = min(study.tried, key=at_worst)
+    return best.schedule if at_worst(best) < own.token_s * (1 - TIE) else plain
 
 
 def _time_stages(
@@ -171,7 +174,7 @@ def _time_stages(
             for cores in {threads, *sides, *(threads - cores for cores in sides)}:
                 runs[cores, mode.verify_width, True] = sequential_schedule(cores, has_depth, ("tail", "next_head"))
     spans: dict[tuple[int, int | None, bool], list[Span]] = {key: [] for key in runs}
-    for turn in range(TURNS + WARM_UPS):
+    for turn in range(TIMED_TURNS + WARM_UPS):
         for key, schedule in runs.items():
             engine.use_schedule(StageSchedule(schedule.lanes, key[1], schedule.stages))
             found: list[Span] = []
@@ -194,15 +197,28 @@ def _answer(engine: Engine, text: TracedText) -> None:
 
 
 def _run_in_turns(engine: Engine, schedules: Sequence[StageSchedule], texts: Sequence[TracedText]) -> list[list[float]]:
-    """Seconds of every round of each schedule, all of them on the same prompts."""
-    rounds: list[list[float]] = [[] for _ in schedules]
-    for turn in range(TURNS + WARM_UPS):
-        for schedule, seconds in zip(schedules, rounds, strict=True):
+    """Seconds of a round, by schedule and turn; in a turn all of them answer the same prompt."""
+    turns: list[list[float]] = [[] for _ in schedules]
+    for turn in range(TRIED_TURNS + WARM_UPS):
+        for schedule, seconds in zip(schedules, turns, strict=True):
             engine.use_schedule(schedule)  # so that no thread of another is left, see `LaneExecutor.on_lane`
             _answer(engine, texts[turn % len(texts)])
             if turn >= WARM_UPS:
-                seconds += engine.executor.rounds
-    return rounds
+                seconds.append(middle(engine.executor.rounds))
+    return turns
+
+
+def beside_each_other(turns: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """Mean seconds of a round of each schedule, and two standard errors of it; seconds: by schedule and turn.
+
+    What is the same for all schedules of a turn, as its prompt and the machine's mood are, is left out of the errors.
+    """
+    seconds = np.array(turns)
+    means = seconds.mean(axis=1)
+    shares = seconds / seconds.mean(axis=0)
+    count = seconds.shape[1]
+    errors = shares.std(axis=1, ddof=1) / np.sqrt(count) if count > 1 else np.zeros(len(turns))
+    return [(float(mean), float(2 * error * mean)) for mean, error in zip(means, errors, strict=True)]
 
 
 def middle(samples: Sequence[float]) -> float:

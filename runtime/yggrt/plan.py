@@ -161,18 +161,18 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class TriedSchedule:
-    """A schedule that was run: seconds of an iteration by the stages' times, and measured (a mean without
-    the outermost tenths, and half the distance between the quartiles)."""
+    """A schedule that was run: seconds of an iteration by the stages' times, and measured, with what that may be off by
+    against the others (two standard errors, over turns in which all of them were run)."""
 
     schedule: StageSchedule
     tokens_per_iteration: float
     predicted_s: float
     measured_s: float
-    spread_s: float
+    error_s: float
 
     def __post_init__(self) -> None:
         _require(self.tokens_per_iteration >= 1, f"{self.tokens_per_iteration} tokens per iteration; at least 1 comes")
-        _require(min(self.predicted_s, self.measured_s) > 0 and self.spread_s >= 0, "seconds of a schedule are above 0")
+        _require(min(self.predicted_s, self.measured_s) > 0 and self.error_s >= 0, "seconds of a schedule are above 0")
 
     @property
     def token_s(self) -> float:

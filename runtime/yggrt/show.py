@@ -89,7 +89,7 @@ def describe_study(plan: Plan) -> list[str]:
         mark = "*" if tried.schedule == plan.schedule else " "
         lines.append(
             f"{mark} predicted {tried.predicted_s * 1e3:6.2f} ms an iteration, measured {tried.measured_s * 1e3:6.2f} "
-            f"± {tried.spread_s * 1e3:.2f}, {tried.token_s * 1e3:6.2f} a token: {describe_schedule(tried.schedule)}"
+            f"± {tried.error_s * 1e3:.2f}, {tried.token_s * 1e3:6.2f} a token: {describe_schedule(tried.schedule)}"
         )
     return lines
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests import toy
@@ -11,7 +12,16 @@ from tests.test_lossless import sharpened
 from tests.yggc.test_simulate import prices_for, traced
 from tests.yggrt.test_schedule import overlapped
 from yggc import schedule as module
-from yggc.schedule import SteadyPace, choose_schedule, count_guesses, measure_handoff, middle, modes_of, study_schedule
+from yggc.schedule import (
+    SteadyPace,
+    beside_each_other,
+    choose_schedule,
+    count_guesses,
+    measure_handoff,
+    middle,
+    modes_of,
+    study_schedule,
+)
 from yggc.simulate import grow_text
 from yggrt.bundle import table_tensor
 from yggrt.plan import ScheduleStudy, TreePolicy, TriedSchedule, identity_table
@@ -66,10 +76,10 @@ def test_the_fused_mode_has_the_width_with_most_tokens_per_second(verifier):
     assert fused.verify_width == min(alone, key=lambda width: alone[width])
 
 
-def made_study(*token_s: float) -> ScheduleStudy:
+def made_study(*token_s: float, error_s: float = 0.0) -> ScheduleStudy:
     """The sequential schedule's seconds per token first."""
     schedules = (sequential_schedule(2, True), overlapped())
-    tried = [TriedSchedule(each, 1.0, 1.0, s, 0.0) for each, s in zip(schedules, token_s, strict=False)]
+    tried = [TriedSchedule(each, 1.0, 1.0, s, error_s) for each, s in zip(schedules, token_s, strict=False)]
     return ScheduleStudy((), 0.0, 0.0, 0.0, tuple(tried))
 
 
@@ -78,6 +88,20 @@ def test_the_measured_winner_is_kept_where_it_wins_by_more_than_a_tie():
     assert choose_schedule(made_study(1.0, 1.1), 2, True) == plain
     assert choose_schedule(made_study(1.0, 0.995), 2, True) == plain
     assert choose_schedule(made_study(1.0, 0.98), 2, True) == overlapped()
+    assert choose_schedule(made_study(1.0, 0.98, error_s=0.005), 2, True) == overlapped()
+    assert choose_schedule(made_study(1.0, 0.98, error_s=0.02), 2, True) == plain  # it may be chance
+
+
+def test_errors_leave_out_what_all_schedules_share_in_a_turn():
+    """Turns differ by half; one schedule takes a tenth less in each of them."""
+    turns = np.array([1.0, 1.5, 1.2, 0.9])
+    (first_s, first_error), (second_s, second_error) = beside_each_other([turns.tolist(), (0.9 * turns).tolist()])
+    assert second_s == pytest.approx(0.9 * first_s) == pytest.approx(0.9 * 1.15)
+    assert first_error < 1e-12 and second_error < 1e-12
+    noise = np.array([0.05, -0.05, 0.05, -0.05])
+    (_, error), _ = beside_each_other([(1 + noise).tolist(), [1.0] * 4])
+    assert 0.02 < error < 0.04  # two standard errors of half the noise, the mean's own share being half
+    assert beside_each_other([[1.0], [2.0]]) == [(1.0, 0.0), (2.0, 0.0)]
 
 
 def test_the_middle_counts_all_but_outliers():
@@ -91,7 +115,8 @@ def test_one_lane_sees_another_in_far_less_than_a_step():
 
 
 def test_a_study_runs_the_best_few_and_leaves_the_engine_as_it_was(verifier, monkeypatch):
-    monkeypatch.setattr(module, "TURNS", 1)
+    monkeypatch.setattr(module, "TIMED_TURNS", 1)
+    monkeypatch.setattr(module, "TRIED_TURNS", 1)
     monkeypatch.setattr(module, "WARM_UPS", 1)
     shape = TreeShape(2, 2, 3)
     model = sharpened(verifier)
