@@ -113,7 +113,8 @@ def format_schedules(plan: Plan) -> str:
     if plan.schedule_study is None:
         return ""
     kept = "one stage after the other" if len(plan.schedule.lanes) == 1 else "stages beside each other"
-    return "\n".join(["schedules that were run (± two standard errors; * is kept):", *describe_study(plan), f"kept: {kept}"])
+    title = "schedules that were run (± two standard errors; * is kept):"
+    return "\n".join([title, *describe_study(plan), f"kept: {kept}"])
 
 
 def format_timeline(path: Path) -> str:
