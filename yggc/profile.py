@@ -142,29 +142,33 @@ def measure_until_steady(
 def look_again(
     first: LatencyProfile, measure: Callable[[], LatencyProfile], say: Callable[[str], object], attempts: int = ATTEMPTS
 ) -> LatencyProfile:
-    """Measure some time after `first`, and again where the machine has changed; the fastest look at every step counts.
-
-    What others do to a machine only ever slows it.
-    """
+    """Measure some time after `first`, and again where the machine has changed; every step as the looks at it agree."""
     looks = [first, measure()]
     while (drift := _drift(looks[-2], looks[-1])) > DRIFT and len(looks) < attempts:
         say(f"  the machine has changed since steps were timed (times differ by {drift:.0%}); measuring again")
         looks.append(measure())
-    return fastest_of(looks)
+    return agreed(looks)
 
 
-def fastest_of(looks: Sequence[LatencyProfile]) -> LatencyProfile:
-    """Every step as the fastest of several profiles has it. looks: of the same steps."""
+def agreed(looks: Sequence[LatencyProfile]) -> LatencyProfile:
+    """The median of several profiles, step by step. looks: of the same steps."""
 
-    def fastest(of_looks: Iterable[tuple[LatencyPoint, ...]]) -> tuple[LatencyPoint, ...]:
-        each_step = zip(*of_looks, strict=True)
-        return tuple(min(points, key=lambda point: point.seconds) for points in each_step)
+    def medians(of_looks: Iterable[tuple[LatencyPoint, ...]]) -> tuple[LatencyPoint, ...]:
+        return tuple(
+            replace(
+                same[0],
+                seconds=median(point.seconds for point in same),
+                spread_s=median(point.spread_s for point in same),
+            )
+            for same in zip(*of_looks, strict=True)
+        )
 
-    hosts = [look.host for look in looks]
+    plain_s = median(look.host.plain_s for look in looks)
+    speculative_s = median(look.host.speculative_s for look in looks)
     return LatencyProfile(
-        fastest(look.points for look in looks),
-        HostSeconds(min(host.plain_s for host in hosts), min(host.speculative_s for host in hosts)),
-        fastest(look.whole_head for look in looks),
+        medians(look.points for look in looks),
+        HostSeconds(plain_s, speculative_s),
+        medians(look.whole_head for look in looks),
     )
 
 
