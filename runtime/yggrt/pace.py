@@ -6,8 +6,7 @@ otherwise the depth is the plan's. Where speculation loses on the text at hand i
 decoding, with a new try later.
 
 Invariant: what iterations can lose against plain decoding, by the plan's curves, is bounded, see `Pace`; reading a
-prompt into the drafter comes on top. Nothing here changes which token
-comes next.
+prompt into the drafter comes on top. Nothing here changes which token comes next.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from yggrt.latency import StepTimes
 from yggrt.plan import HostSeconds, TreePolicy
 from yggrt.tree import TreeShape
 
-DEBT = 0.5
+DEBT = 1.0
 """Tokens that a depth may lose on plain decoding before a shallower one takes its place."""
 
-CREDIT = 1.0
+CREDIT = 2.0
 """Most that past gains count for: what was earned on an earlier part of a text does not pay for a later one."""
 
-FIRST_PAUSE = 24
+FIRST_PAUSE = 16
 """Plain iterations before speculation is tried again; twice as many after each try that failed."""
 
 TRIAL_DEBT = 0.25
