@@ -28,7 +28,7 @@ MOST_TRIED = 5
 """Schedules that are run and timed."""
 
 TIE = 0.01
-"""Another schedule must give a token in this much less time than the sequential one to be kept, beyond its error."""
+"""A schedule with several lanes must give a token in this much less time than those with one, beyond its error."""
 
 SIDE_CORES = (1, 2, 4, 8, 16)
 """Cores that a lane beside the first may be given."""
@@ -144,20 +144,19 @@ def study_schedule(
         predicted_s = costs.predicted_s(schedule)
         tried.append(TriedSchedule(schedule, tokens[schedule.verify_width], predicted_s, measured_s, error_s))
     study = ScheduleStudy(times, handoff_s, tail_hits, hits, tuple(tried))
-    return choose_schedule(study, engine.num_threads, has_depth), study
+    return choose_schedule(study), study
 
 
-def choose_schedule(study: ScheduleStudy, num_threads: int, has_depth: bool) -> StageSchedule:
-    """The measured winner; the sequential schedule where nothing beats it by more than TIE and more than chance."""
-    plain = sequential_schedule(num_threads, has_depth)
-    (own,) = (each for each in study.tried if each.schedule == plain)
+def choose_schedule(study: ScheduleStudy) -> StageSchedule:
+    """The measured winner; of those in one lane where no other beats them by more than TIE and more than its error."""
+    plain = min((each for each in study.tried if len(each.schedule.lanes) == 1), key=lambda each: each.token_s)
 
     def at_worst(each: TriedSchedule) -> float:
         """Seconds per token."""
         return (each.measured_s + each.error_s) / each.tokens_per_iteration
 
     best = min(study.tried, key=at_worst)
-    return best.schedule if at_worst(best) < own.token_s * (1 - TIE) else plain
+    return best.schedule if at_worst(best) < plain.token_s * (1 - TIE) else plain.schedule
 
 
 def _time_stages(
