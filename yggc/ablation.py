@@ -2,7 +2,8 @@
 
 One engine after another answers every prompt: the plan's tree of fixed depth with eager steps, the whole tree verified;
 the same with the compiled steps; with the verify width chosen by value (and falling back where drafts do not pay); with
-the learned depth, where the plan holds one. Invariant: all of them run the same prompts in turns and say the same.
+the learned depth, where the plan holds one; with the plan's schedule, where it is not one stage after the other.
+Invariant: all of them run the same prompts in turns and say the same.
 Source: paper, ablation study.
 """
 
@@ -29,10 +30,12 @@ from yggrt.executor import Decoder
 from yggrt.kvcache import KvCache
 from yggrt.latency import StepTimes
 from yggrt.pace import Pace
+from yggrt.schedule import StageSchedule, sequential_schedule
 from yggrt.tree import TreeShape
 from yggrt.wire import write_atomically
 
-PLAIN, EAGER, COMPILED, PRUNED, LEARNED = "plain", "EGT, eager", "+ compilation", "+ pruning", "+ learned depth"
+PLAIN, EAGER, COMPILED, PRUNED = "plain", "EGT, eager", "+ compilation", "+ pruning"
+LEARNED, SCHEDULED = "+ learned depth", "+ schedule"
 WARM_UP_TOKENS = 8
 
 
@@ -65,24 +68,34 @@ class Ablation:
         self.eager = eager_engine(bundle_engine, drafter, verifier)
         self.whole_tree = TreeShape(shape.draft_width, shape.draft_depth, shape.capacity)
         times = StepTimes(plan.curves)
-        self.paces: dict[str, Pace | None] = {
-            PLAIN: None,
-            EAGER: None,
-            COMPILED: None,
-            PRUNED: Pace(plan.policy, times, plan.host, plan.plain_width, plan.token_s),
+        pruning = Pace(plan.policy, times, plan.host, plan.plain_width, plan.token_s)
+        alone = sequential_schedule(plan.num_threads)
+        self._ways: dict[str, tuple[Pace | None, StageSchedule]] = {
+            PLAIN: (None, alone),
+            EAGER: (None, alone),
+            COMPILED: (None, alone),
+            PRUNED: (pruning, alone),
         }
-        if plan.depth_network is not None:
-            self.paces[LEARNED] = bundle_engine.pace
+        pace, has_depth = pruning, plan.depth_network is not None
+        if has_depth:
+            assert bundle_engine.pace is not None
+            pace = bundle_engine.pace
+            self._ways[LEARNED] = (pace, sequential_schedule(plan.num_threads, depth=True))
+        if plan.schedule != sequential_schedule(plan.num_threads, has_depth):
+            self._ways[SCHEDULED] = (pace, plan.schedule)
 
     @property
     def steps(self) -> tuple[str, ...]:
         """Names of the steps, plain decoding first."""
-        return tuple(self.paces)
+        return tuple(self._ways)
 
     def answer(self, step: str, prompt_ids: list[int], max_new_tokens: int) -> GenerationResult:
         """A prompt's answer by one step."""
         engine = self.eager if step == EAGER else self.engine
-        engine.pace, engine.shape = self.paces[step], self.whole_tree
+        engine.pace, schedule = self._ways[step]
+        engine.shape = self.whole_tree
+        if engine.executor.schedule != schedule:
+            engine.use_schedule(schedule)
         return engine.generate(prompt_ids, max_new_tokens=max_new_tokens, plain=step == PLAIN)
 
 

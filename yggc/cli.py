@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="a bundle against transformers with the same models")
     _add_bundle_and_prompts(compare)
     compare.add_argument(
-        "--ablation", action="store_true", help="instead, what compilation, pruning and the learned depth each add"
+        "--ablation", action="store_true", help="instead, what compilation, pruning, learned depth and schedule each add"
     )
     compare.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     compare.add_argument("--drafter", metavar="D", help="default: what the bundle was built from on this machine")

@@ -9,13 +9,25 @@ import pytest
 
 from tests.yggrt.test_depth import random_network
 from yggc import ablation
-from yggc.ablation import COMPILED, EAGER, LEARNED, PLAIN, PRUNED, Answered, ablate, format_ablation, summarize
+from yggc.ablation import (
+    COMPILED,
+    EAGER,
+    LEARNED,
+    PLAIN,
+    PRUNED,
+    SCHEDULED,
+    Answered,
+    ablate,
+    format_ablation,
+    summarize,
+)
 from yggc.cli import main
 from yggc.compare import CompareOptions
 from yggrt.bundle import load, make_pace
 from yggrt.errors import YggError
 from yggrt.latency import LatencyPoint
 from yggrt.plan import DepthFigures, TreePolicy
+from yggrt.schedule import sequential_schedule
 from yggrt.tree import TreeShape
 
 
@@ -53,7 +65,9 @@ def ablated(toy_bundle, tmp_path, monkeypatch):
         toy_bundle.path, prompts, None, 10, tmp_path / "figures.json", str(toy_bundle.drafter), str(toy_bundle.verifier)
     )
 
-    def run(network: bool):
+    def run(network: bool, verify_width: int | None = None):
+        """verify_width: of the plan's schedule."""
+
         def load_with_choices(path):
             engine = load(path)
             plan = engine.bundle.plan
@@ -65,9 +79,11 @@ def ablated(toy_bundle, tmp_path, monkeypatch):
             )  # fmt: skip
             learned = random_network(plan.verifier.hidden_size, 3, (0, 1, 2)) if network else None
             figures = DepthFigures(2, 1.2, 1.1, 1.15, 1.4, 2.0, 2.0)
+            alone = sequential_schedule(plan.num_threads, network)
             plan = replace(
-                plan, policy=policy, curves=tuple(points), token_s=0.6, depth_network=learned, depth_figures=figures
-            )
+                plan, policy=policy, curves=tuple(points), token_s=0.6, depth_network=learned, depth_figures=figures,
+                schedule=replace(alone, verify_width=verify_width), schedule_study=None,
+            )  # fmt: skip
             engine.bundle, engine.pace = replace(engine.bundle, plan=plan), make_pace(plan)
             if learned is not None:
                 engine.decoder.depth_layers = learned.tensors()
@@ -90,6 +106,15 @@ def test_every_step_says_the_same_and_is_reported(ablated):
     assert json.loads(options.output.read_text()) == report
     table = format_ablation(report)
     assert all(step in table for step in report["steps"]) and "FAILURE" not in table
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_schedule_other_than_the_plain_one_is_a_step_of_its_own(ablated, network):
+    """So that a fixed verify width does not pass for pruning by value."""
+    run, _ = ablated
+    report = run(network, verify_width=2)
+    assert report["steps"][-1] == SCHEDULED and report["failures"] == []
+    assert report["all"][SCHEDULED]["acceptance_length"] <= 2.0
 
 
 def test_a_plan_with_a_fixed_depth_says_why_there_is_no_such_step(ablated):

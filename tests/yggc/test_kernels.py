@@ -94,7 +94,7 @@ def _capsule(pointer: ctypes.c_void_p) -> object:
 
 @pytest.fixture(scope="module", params=["", "-mno-avx512vnni"], ids=["this CPU", "without whole-number products"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    if request.param and "avx512_vnni" not in detect_target("cpu").sku:
+    if request.param and "avx512_vnni" not in detect_target("cpu").instruction_set:
         pytest.skip("this CPU has no other way to multiply levels")
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
     with pytest.MonkeyPatch.context() as patch:
