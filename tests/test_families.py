@@ -104,7 +104,9 @@ class Families:
         assert kept.weights is not None
         verify = load_package(kept.package, load_weights(kept.weights))
         opened = open_checkpoint(str(self.folders[drafter]))
-        draft = draft_pass(load_model(opened, torch.float32), TOKENS, step_limits(CONTEXT, opened.context, TOKENS))
+        draft = draft_pass(
+            load_model(opened, torch.float32), TOKENS, step_limits("cpu", CONTEXT, opened.context, TOKENS)
+        )
         windows = attention_windows(kept.layouts)
         children = draft.limits.num_children
         decoder = Decoder(

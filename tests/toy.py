@@ -102,7 +102,6 @@ def make_engine(
     deepest = TreeShape(shape.draft_width, shape.draft_depth + spare_passes, shape.verify_width)
     limits = make_limits(deepest, max_context, children)
     verify, draft = make_steps(drafter, verifier, limits, vocab_size, vocabulary)
-    table = identity_table(limits.num_children, NUM_KNOTS)
     decoder = Decoder(
         Step("verify", eager_run(verify), verify.inputs, limits),
         Step("draft", eager_run(draft), draft.inputs, limits),
@@ -110,12 +109,18 @@ def make_engine(
         shape.draft_width,
         KvCache(verify.layouts, limits, verify.dtype),
         KvCache(draft.layouts, limits, draft.dtype),
-        torch.tensor(table.log_a).view(table.num_ranks, table.num_knots),
+        table(limits),
         max_context,
         plain_width,
         network,
     )
     return Engine(decoder, shape, codec, frozenset(eos_ids), vocab_size, drafter_context, torch.get_num_threads())
+
+
+def table(limits: StepLimits) -> torch.Tensor:
+    """An acceptance table that takes the drafter at its word."""
+    found = identity_table(limits.num_children, NUM_KNOTS)
+    return torch.tensor(found.log_a).view(found.num_ranks, found.num_knots)
 
 
 def hf_greedy(

@@ -28,7 +28,7 @@ from yggc import (
     train_depth,
 )
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
-from yggc.config import DEFAULT_MAX_CONTEXT, BuildOptions
+from yggc.config import DEFAULT_MAX_CONTEXT, ROOM, BuildOptions, Room
 from yggc.decide import ChosenSchedule, Decision, Forecast, TriedTree
 from yggc.emit import emit_bundle, make_plan, text_spec
 from yggc.inspect import PairSpec, inspect_pair, preflight
@@ -172,45 +172,61 @@ class Build:
         return None if chosen is None else tuple(chosen)
 
     def _wanted(self, role: str, vocabulary: tuple[int, ...] | None, draft_width: int | None = None) -> WantedStep:
-        checkpoint = self.verifier if role == "verify" else self.drafter
+        checkpoint = self.verifier if role.startswith("verify") else self.drafter
         return wanted_step(
             self.cache, self.target, self.options, checkpoint, role, self.pair.vocab_size, self.max_context,
             vocabulary, draft_width,
         )  # fmt: skip
 
     @cached_property
-    def kernels(self) -> Path:
-        return compile_kernels_once(self.cache, self.progress, self.target)
+    def kernels(self) -> Path | None:
+        """The library that the CPU's steps call; None for other targets."""
+        return compile_kernels_once(self.cache, self.progress, self.target) if self.target.kind == "cpu" else None
+
+    @property
+    def room(self) -> Room:
+        return ROOM[self.target.kind]
 
     @cached_property
     def compiled(self) -> tuple[CompiledStep, ...]:
-        """`verify` and `draft`, and where the drafter's output layer is cut the `draft` that is not."""
+        """`verify`, `draft`, where the drafter's output layer is cut the `draft` that is not, and every `verify.wN`."""
         wanted = [self._wanted("verify", None), self._wanted("draft", self.vocabulary)]
         if self.given is None and self.vocabulary is not None:
             wanted.append(self._wanted("draft", None))
+        wanted += [self._wanted(f"verify.w{width}", None) for width in self.room.fixed_widths]
         return tuple(compile_steps(self.cache, self.progress, wanted, self.kernels))
 
     @property
-    def steps(self) -> tuple[CompiledStep, CompiledStep]:
-        """`verify` and the `draft` that the decision, or the plan that was given, asks for."""
+    def drafts(self) -> list[CompiledStep]:
+        """With the output layer cut, and the one that is not where there are two."""
+        return [step for step in self.compiled if step.role == "draft"]
+
+    def _with_verify(self, draft: CompiledStep) -> tuple[CompiledStep, ...]:
+        """The steps of an engine: `verify`, this draft, and every `verify.wN`."""
+        return (self.compiled[0], draft, *(step for step in self.compiled if step.width is not None))
+
+    @property
+    def steps(self) -> tuple[CompiledStep, ...]:
+        """`verify` and the `draft` that the decision, or the plan that was given, asks for; then every `verify.wN`."""
         whole = self.given is None and self.decision.policy.draft_vocabulary is None
-        return self.compiled[0], self.compiled[-1 if whole else 1]
+        return self._with_verify(self.drafts[-1 if whole else 0])
 
     def engine(self, compiled: Sequence[CompiledStep]) -> Engine:
         return load_engine(
-            compiled, self.kernels, self.options, self.verifier, self.drafter, self.pair.vocab_size, self.max_context,
+            compiled, self.kernels, self.options, self.target, self.verifier, self.drafter, self.pair.vocab_size,
+            self.max_context,
             text_spec(self.verifier),
         )  # fmt: skip
 
     @cached_property
     def step_engine(self) -> Engine:
-        """Over `verify` and `draft` alone."""
-        return self.engine(self.compiled[:2])
+        """Over single passes of the drafter."""
+        return self.engine(self._with_verify(self.drafts[0]))
 
     @cached_property
     def whole_head_engine(self) -> Engine | None:
         """The same with the drafter's output layer uncut; None where it is not cut anyway."""
-        return self.engine((self.compiled[0], self.compiled[2])) if len(self.compiled) > 2 else None
+        return self.engine(self._with_verify(self.drafts[1])) if len(self.drafts) > 1 else None
 
     # ---- measure ----
 
@@ -245,13 +261,13 @@ class Build:
         return wire.read_file(PROFILE_FORMAT, LatencyProfile, entry / "profile.ygg")
 
     def _measure_steps(self) -> LatencyProfile:
-        return profile.measure_steps(self.step_engine, self.whole_head_engine)
+        return profile.measure_steps(self.step_engine, self.whole_head_engine, self.room.verify_widths)
 
     def _measured(self, stage: str, *sources: object, **more: object) -> Path:
         """The entry of a stage that depends on the compiled steps."""
         key: dict[str, object] = {
             "steps": [step.package.parent.name for step in self.compiled],
-            "kernels": self.kernels.parent.name,
+            "kernels": None if self.kernels is None else self.kernels.parent.name,
             "source": steps.source_digests(*sources),  # type: ignore[arg-type]
             **more,
         }
@@ -332,13 +348,16 @@ class Build:
 
     @cached_property
     def fused_steps(self) -> tuple[CompiledStep, ...]:
-        """The fused draft of the chosen depth, where it has more than one pass."""
-        shape = self.decision.policy.default_shape
-        if shape.draft_depth < 2:
-            return ()
-        vocabulary = self.decision.policy.draft_vocabulary
-        wanted = self._wanted(f"draft.d{shape.draft_depth}", vocabulary, shape.draft_width)
-        return tuple(compile_steps(self.cache, self.progress, [wanted], self.kernels))
+        """The fused draft of the chosen depth, where it has more than one pass; on a GPU of every depth."""
+        policy = self.decision.policy
+        depths = [policy.default_shape.draft_depth] if self.target.kind == "cpu" else policy.draft_depths
+        fewest = 2 if self.target.kind == "cpu" else 1
+        wanted = [
+            self._wanted(f"draft.d{depth}", policy.draft_vocabulary, policy.draft_width)
+            for depth in depths
+            if depth >= fewest
+        ]
+        return tuple(compile_steps(self.cache, self.progress, wanted, self.kernels)) if wanted else ()
 
     @cached_property
     def forecast(self) -> Forecast:
@@ -405,7 +424,8 @@ class Build:
         if fused:
             policy = plan.policy
             wanted = [self._wanted(f"draft.d{depth}", policy.draft_vocabulary, policy.draft_width) for depth in fused]
-            kept += compile_steps(self.cache, self.progress, wanted, self.kernels) if self.given else self.fused_steps
+            made = compile_steps(self.cache, self.progress, wanted, self.kernels) if self.given else self.fused_steps
+            kept += [step for step in made if step.depth in fused]
         with self.progress.stage("emit", 5):
             num_bytes = emit_bundle(self.output, plan, self.target, self.verifier, pair.vocab_size, kept, self.kernels)
         tried = () if self.given is not None else self.decision.tried
@@ -437,7 +457,7 @@ def _check_plan(plan: Plan, drafter: Checkpoint, verifier: Checkpoint) -> None:
                 f"has {found.fingerprint[:12]}. Build without --plan, or give the checkpoint it was made for."
             )
     shape = plan.policy.largest_shape
-    limits = steps.step_limits(plan.max_context, drafter.context, plan.drafter.vocab_size)
+    limits = steps.step_limits(plan.target, plan.max_context, drafter.context, plan.drafter.vocab_size)
     if shape.capacity > limits.max_nodes or shape.draft_depth > limits.max_moves or shape.pool_size > limits.pool_size:
         raise ValueError(
             f"the plan asks for trees of width {shape.draft_width} and depth {shape.draft_depth}; up to "

@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="a bundle against transformers with the same models")
     _add_bundle_and_prompts(compare)
     compare.add_argument(
-        "--ablation", action="store_true", help="instead, what compilation, pruning, learned depth and schedule each add"
+        "--ablation", action="store_true", help="instead, what compilation, pruning, learned depth and schedule add"
     )
     compare.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     compare.add_argument("--drafter", metavar="D", help="default: what the bundle was built from on this machine")
@@ -102,9 +102,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     _add_pair(parser)
-    parser.add_argument("--target", default="cpu", help="cpu (the default)")
+    parser.add_argument("--target", default="cpu", help="cpu (the default), cuda or cuda:N")
     parser.add_argument(
-        "--dtype", default="float32", help="of activations and KV cache: float32 (the default) or bfloat16"
+        "--dtype",
+        default="",
+        help="of activations and KV cache: float32 (the default on the CPU) or bfloat16 (on a GPU)",
     )
     parser.add_argument("--max-context", type=int, metavar="N", help="default the verifier's, up to 8192")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; default all cores")

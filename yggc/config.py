@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 DTYPES = ("float32", "bfloat16")
-TARGETS = ("cpu",)
-DRAFT_WIDTHS = (1, 2, 4, 8)
+DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 DRAFT_DEPTHS = (1, 2, 3, 4, 6, 8)
-MOST_NODES = 33
-"""The search tries these; artifacts and KV buffers hold trees of up to MOST_NODES nodes, root included."""
+"""The search tries these, as far as a kind of device has room for them."""
 
-
+TARGET = r"cpu|cuda(:[0-9]{1,4})?"
 DEFAULT_MAX_CONTEXT = 8192
 SMALLEST_CONTEXT = 64
 
 
-def draft_depths(width: int, most_nodes: int = MOST_NODES) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is compiled for a kind of device.
+
+    draft_width:   the largest W_d.      most_nodes: of a tree, root included, in artifacts and KV buffers.
+    verify_widths: W_v that are timed.   fixed_widths: of them, those with an artifact of their own.
+    """
+
+    draft_width: int
+    most_nodes: int
+    verify_widths: tuple[int, ...]
+    fixed_widths: tuple[int, ...]
+
+
+DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+"""On the CPU float32 costs no more memory traffic than the checkpoint; on a GPU twice as much as bfloat16."""
+
+ROOM = {
+    "cpu": Room(8, 33, (1, 2, 3, 4, 6, 8, 12, 16, 24), ()),
+    "cuda": Room(16, 65, (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64)),
+}
+
+
+def draft_depths(width: int, most_nodes: int) -> tuple[int, ...]:
     """Depths to try with trees that grow by `width` nodes a pass."""
     return tuple(depth for depth in DRAFT_DEPTHS if 1 + width * depth <= most_nodes)
 
@@ -34,8 +56,9 @@ class BuildOptions:
 
     drafter, verifier: folder, hub id or GGUF file.
     output:            bundle folder; None names it after the pair.
-    dtype:             of activations and KV cache, and what weights are rounded to; packed weights take the room they
-                       need in it, see yggc.packing.
+    target:            cpu, cuda or cuda:N.
+    dtype:             of activations and KV cache, and what weights are rounded to; on the CPU packed weights take the
+                       room they need in it, see yggc.packing. Empty takes the target's, see DEFAULT_DTYPE.
     max_context:       tokens a request may reach, prompt included; None takes the verifier's, at most
                        DEFAULT_MAX_CONTEXT.
     num_threads:       CPU threads the steps are compiled for.
@@ -47,15 +70,17 @@ class BuildOptions:
     verifier: str
     output: Path | None = None
     target: str = "cpu"
-    dtype: str = DTYPES[0]
+    dtype: str = ""
     max_context: int | None = None
     num_threads: int = 0
     prompts: Path | None = None
     plan: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.target not in TARGETS:
-            raise ValueError(f"target {self.target!r}: {', '.join(TARGETS)} is accepted")
+        if re.fullmatch(TARGET, self.target) is None:
+            raise ValueError(f"target {self.target!r}: cpu, cuda or cuda:N is accepted")
+        if not self.dtype:
+            object.__setattr__(self, "dtype", DEFAULT_DTYPE[self.target.split(":")[0]])
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r}: {' or '.join(DTYPES)} is accepted")
         if self.max_context is not None and self.max_context < SMALLEST_CONTEXT:

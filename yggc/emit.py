@@ -104,11 +104,11 @@ def emit_bundle(
     verifier: Checkpoint,
     vocab_size: int,
     steps: list[CompiledStep],
-    kernels: Path,
+    kernels: Path | None,
 ) -> int:
     """Write the bundle beside its place, then rename it into it. Returns its size in bytes.
 
-    steps: `verify` and `draft`, then the fused drafts that the plan uses.
+    steps: `verify` and `draft`, then those that use their weights. kernels: None but for the CPU.
     """
     output = output.resolve()
     scratch = output.with_name(f".{output.name}.{os.getpid()}")
@@ -121,10 +121,12 @@ def emit_bundle(
         for step in (verify, draft):
             assert step.weights is not None
             shutil.copyfile(step.weights, scratch / _weights_file(step.role))
-        shutil.copyfile(kernels, scratch / KERNELS_FILE)
         verifier.tokenizer.save(str(scratch / TOKENIZER_FILE))
         write_plan(scratch / PLAN_FILE, plan)
-        others = [PLAN_FILE, TOKENIZER_FILE, KERNELS_FILE, *(_weights_file(step.role) for step in (verify, draft))]
+        others = [PLAN_FILE, TOKENIZER_FILE, *(_weights_file(step.role) for step in (verify, draft))]
+        if kernels is not None:
+            shutil.copyfile(kernels, scratch / KERNELS_FILE)
+            others.append(KERNELS_FILE)
         if plan.depth_network is not None:
             write_onnx(scratch / ONNX_FILE, plan.depth_network)
             others.append(ONNX_FILE)
@@ -142,7 +144,8 @@ def emit_bundle(
             verifier=_layout(plan.verifier, verify, vocab_size),
             artifacts=artifacts,
             files=tuple(_listed(scratch / name) for name in others),
-            kernels=KERNELS_FILE,
+            driver=target.driver,
+            kernels=None if kernels is None else KERNELS_FILE,
             text=text_spec(verifier),
         )
         write_manifest(scratch, manifest)

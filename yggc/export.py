@@ -22,7 +22,7 @@ from torch._inductor.exc import CppCompileError, InductorError
 from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
-from yggc.graphs import DraftPass, FusedDraft, VerifyStep, layer_layouts
+from yggc.graphs import KERNELS, TORCH, DraftPass, FusedDraft, Operators, VerifyStep, layer_layouts
 from yggc.kernels import c_interface, find_compiler, first_error_line
 from yggrt.artifacts import (
     MASK_VALUE,
@@ -47,6 +47,7 @@ class StepModule:
 
     inputs:  the ABI's inputs ahead of the KV buffers.
     layouts: KV layout by layer.
+    device:  where it runs.
     """
 
     role: str
@@ -55,13 +56,30 @@ class StepModule:
     layouts: tuple[LayerLayout, ...]
     limits: StepLimits
     dtype: torch.dtype
+    device: torch.device
 
 
-def verify_step(model: PreTrainedModel, vocab_size: int, limits: StepLimits) -> StepModule:
-    """The verifier's step. vocab_size: tokens of the tokenizer; logits beyond it are cut off."""
+def operators_of(device: torch.device) -> Operators:
+    """What steps on a device compute with beside their model."""
+    return KERNELS if device.type == "cpu" else TORCH
+
+
+def verify_step(
+    model: PreTrainedModel,
+    vocab_size: int,
+    limits: StepLimits,
+    width: int | None = None,
+    operators: Operators | None = None,
+) -> StepModule:
+    """The verifier's step, of as many rows as there are or of `width` alone.
+
+    vocab_size: tokens of the tokenizer; logits beyond it are cut off. operators: default those of the model's device.
+    """
     layouts = layer_layouts(model)
-    inputs = verify_inputs(attention_windows(layouts), limits, model.dtype, hidden_size(model))
-    return StepModule("verify", VerifyStep(model, layouts, vocab_size).eval(), inputs, layouts, limits, model.dtype)
+    inputs = verify_inputs(attention_windows(layouts), limits, model.dtype, hidden_size(model), width)
+    module = VerifyStep(model, layouts, vocab_size, operators or operators_of(model.device)).eval()
+    role = "verify" if width is None else f"verify.w{width}"
+    return StepModule(role, module, inputs, layouts, limits, model.dtype, model.device)
 
 
 def hidden_size(model: PreTrainedModel) -> int:
@@ -70,23 +88,30 @@ def hidden_size(model: PreTrainedModel) -> int:
 
 
 def draft_pass(
-    model: PreTrainedModel, vocab_size: int, limits: StepLimits, vocabulary: tuple[int, ...] | None = None
+    model: PreTrainedModel,
+    vocab_size: int,
+    limits: StepLimits,
+    vocabulary: tuple[int, ...] | None = None,
+    operators: Operators | None = None,
 ) -> StepModule:
     """The drafter's pass.
 
     vocab_size: tokens of the tokenizer; logits beyond it are cut off. vocabulary: ids the output layer is cut to.
+    operators: default those of the model's device.
     """
-    layouts = layer_layouts(model)
-    module = DraftPass(model, layouts, vocab_size, limits.num_children, MASK_VALUE, vocabulary).eval()
-    return StepModule("draft", module, draft_inputs(limits), layouts, limits, model.dtype)
+    layouts, operators = layer_layouts(model), operators or operators_of(model.device)
+    module = DraftPass(model, layouts, vocab_size, limits.num_children, MASK_VALUE, vocabulary, operators).eval()
+    if module.vocabulary is not None:
+        module.vocabulary.to(model.device)
+    return StepModule("draft", module, draft_inputs(limits), layouts, limits, model.dtype, model.device)
 
 
 def fused_draft(one_pass: StepModule, draft_width: int, draft_depth: int) -> StepModule:
     """`draft.dN`: draft_depth passes in one graph, with the weights of the one pass. draft_width: nodes each adds."""
     assert isinstance(one_pass.module, DraftPass)
     module = FusedDraft(one_pass.module, one_pass.limits, draft_width, draft_depth).eval()
-    inputs = fused_draft_inputs(one_pass.limits)
-    return StepModule(f"draft.d{draft_depth}", module, inputs, one_pass.layouts, one_pass.limits, one_pass.dtype)
+    inputs, role = fused_draft_inputs(one_pass.limits), f"draft.d{draft_depth}"
+    return StepModule(role, module, inputs, one_pass.layouts, one_pass.limits, one_pass.dtype, one_pass.device)
 
 
 def example_inputs(step: StepModule, sizes: dict[str, int]) -> list[Tensor]:
@@ -95,19 +120,19 @@ def example_inputs(step: StepModule, sizes: dict[str, int]) -> list[Tensor]:
     for spec in step.inputs:
         shape = [sizes[size] if isinstance(size, str) else size for size in spec.sizes]
         if spec.name == "extent":
-            examples.append(torch.arange(shape[0]))
+            examples.append(torch.arange(shape[0], device=step.device))
         elif spec.name == "new_nodes":
-            examples.append(torch.arange(1, 1 + shape[0]))
+            examples.append(torch.arange(1, 1 + shape[0], device=step.device))
         else:
-            examples.append(torch.zeros(shape, dtype=spec.dtype))
+            examples.append(torch.zeros(shape, dtype=spec.dtype, device=step.device))
     return examples
 
 
-def allocate_kv(layouts: tuple[LayerLayout, ...], kv_rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def allocate_kv(step: StepModule) -> tuple[Tensor, ...]:
     """KV buffers [heads, kv_rows, dim], K and V layer by layer."""
     return tuple(
-        torch.zeros(layout.num_heads, kv_rows, dim, dtype=dtype)
-        for layout in layouts
+        torch.zeros(layout.num_heads, step.limits.kv_rows, dim, dtype=step.dtype, device=step.device)
+        for layout in step.layouts
         for dim in (layout.key_dim, layout.value_dim)
     )
 
@@ -131,15 +156,15 @@ def export_step(step: StepModule) -> ExportedProgram:
         {axis: dims[size] for axis, size in enumerate(spec.sizes) if isinstance(size, str)} or None
         for spec in step.inputs
     ]
-    kv_buffers = allocate_kv(step.layouts, limits.kv_rows, step.dtype)
+    kv_buffers = allocate_kv(step)
     arguments = nest_inputs(step, example_inputs(step, sizes), kv_buffers)
     shapes = nest_inputs(step, flat_dims, (None,) * len(kv_buffers))
     with torch.no_grad():
         return torch.export.export(step.module, arguments, dynamic_shapes=shapes, strict=False)
 
 
-def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch: Path) -> None:
-    """Compile a program that was lowered to the kernels for this machine's CPU into one package at `path`.
+def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch: Path, device: torch.device) -> None:
+    """Compile a program, for the CPU one that was lowered to the kernels, into one package at `path`.
 
     scratch: folder for the compiler's own files; removed afterwards.
     Raises BuildError when there is no C++ compiler or it fails.
@@ -147,13 +172,13 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
     find_compiler()
     if any(letter.isspace() for letter in str(scratch)):
         scratch = Path(tempfile.mkdtemp(prefix="yggc-"))  # the compiler's commands are cut at spaces
-    options = {
-        "aot_inductor.custom_ops_to_c_shims": c_interface(),
-        "aot_inductor.package_constants_in_so": False,
-        "cpp.threads": num_threads,
-        "cpp.enable_kernel_profile": True,  # names each call for `yggrt bench --breakdown`; costs nothing unobserved
-        "max_autotune": False,
-    }
+    options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "max_autotune": False}
+    if device.type == "cpu":
+        options |= {
+            "aot_inductor.custom_ops_to_c_shims": c_interface(),
+            "cpp.threads": num_threads,
+            "cpp.enable_kernel_profile": True,  # names each call for `yggrt bench --breakdown`; free unobserved
+        }
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a missing CUDA runtime
     cpu_vec_isa.valid_vec_isa_list()  # what is found out of this machine stays in torch's own cache, for the next time
     place_before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -173,17 +198,26 @@ def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def constants(program: ExportedProgram) -> dict[str, Tensor]:
-    """Everything an artifact of this program must be given when it is loaded, by name, each in memory of its own."""
+def constants(program: ExportedProgram) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Everything an artifact of this program must be given when it is loaded, by name, each once in memory of its own;
+    and the names that stand for another one's tensor."""
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    aliases: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    storages: set[int] = set()
     for name, value in {**program.state_dict, **program.constants}.items():
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            is_shared = storage.data_ptr() in seen or storage.nbytes() != value.numel() * value.element_size()
-            seen.add(storage.data_ptr())
-            tensors[name] = value.detach().clone() if is_shared else value.detach().contiguous()
-    return tensors
+        if not isinstance(value, Tensor):
+            continue
+        own = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else (name,)
+        if own in first:
+            aliases[name] = first[own]
+            continue
+        first[own] = name
+        storage = value.untyped_storage()
+        is_shared = storage.data_ptr() in storages or storage.nbytes() != value.numel() * value.element_size()
+        storages.add(storage.data_ptr())
+        tensors[name] = value.detach().clone() if is_shared else value.detach().contiguous()
+    return tensors, aliases
 
 
 def eager_run(step: StepModule) -> RunStep:

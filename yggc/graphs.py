@@ -11,7 +11,7 @@ Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,17 +22,70 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from yggc.kernels import OPERATORS
+from yggc.kernels import HUGE_LOGIT, OPERATORS
 from yggrt.artifacts import DRAFT_ROWS, FUSED_DRAFT_OUTPUTS, LOG_Q_MIN, LayerLayout, StepLimits, attention_windows
 from yggrt.errors import CheckpointError
 
 ATTENTION_NAME = "ygg_step"
 
 
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """torch's own attention, which lowering to the CPU's kernels replaces. Shapes as for `grouped_attention`."""
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Attention as two batched products for each KV head: no key is repeated for the heads that share it.
+
+    query: [1, heads, W, dim]; key, value: [1, kv_heads, S, dim]; mask: additive [1, 1, W, S].
+    Returns [1, heads, W, value dim].
+    """
+    heads, width, dim = query.shape[1:]
+    kv_heads, extent = key.shape[1:3]
+    grouped = query.reshape(kv_heads, heads // kv_heads * width, dim)
+    scores = torch.bmm(grouped, key[0].transpose(1, 2)).float() * (dim**-0.5 if scale is None else scale)
+    scores = scores.view(kv_heads, heads // kv_heads, width, extent)
+    if mask is not None:
+        scores = scores + mask[0]
+    shares = torch.softmax(scores, dim=-1).to(value.dtype).view(kv_heads, -1, extent)
+    return torch.bmm(shares, value[0]).view(1, heads, width, value.shape[3])
+
+
+def best_children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """What the operator `children` gives, in torch's own operators; among equals any column may come first."""
+    logits = torch.nan_to_num(logits.float(), nan=-HUGE_LOGIT, posinf=HUGE_LOGIT, neginf=-HUGE_LOGIT)
+    best, columns = torch.topk(logits, count, dim=-1)
+    return columns, best - torch.logsumexp(logits, dim=-1, keepdim=True)
+
+
+def largest_first(values: Tensor) -> Tensor:
+    """What the operator `order` gives, in torch's own operators."""
+    return torch.sort(values, descending=True, stable=True).indices
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """What a step computes with beside its model. children, order: as `yggc.kernels.OPERATORS`."""
+
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
+    children: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    order: Callable[[Tensor], Tensor]
+
+
+KERNELS = Operators(sdpa, OPERATORS.children, OPERATORS.order)
+"""For the CPU, where lowering puts kernels in their place."""
+
+TORCH = Operators(grouped_attention, best_children, largest_first)
+"""For other devices, whose compiler sees nothing but torch."""
+
+
 @dataclass(slots=True)
 class _StepState:
     """What the attention functions of one step share while the model's forward runs."""
 
+    operators: Operators
     slots: Tensor
     moves: tuple[Tensor, Tensor]
     masks: dict[int | None, Tensor]
@@ -77,16 +130,14 @@ def step_attention(
     state = _active.stack[-1]
     if isinstance(state, list):
         state.append(LayerLayout(key.shape[1], key.shape[3], value.shape[3], sliding_window))
-        mask = None
+        output = sdpa(query, key, value, None, scaling)
     else:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         state.visited.append(layer)
         key = _write_and_read(state.keys[layer], key, state)
         value = _write_and_read(state.values[layer], value, state)
         mask = state.masks.get(sliding_window, state.masks[None])
-    output = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
+        output = state.operators.attention(query, key, value, mask, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -135,10 +186,17 @@ def layer_layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
 class _CausalStep(nn.Module):
     """A causal language model that runs W rows against external KV buffers."""
 
-    def __init__(self, model: PreTrainedModel, layouts: tuple[LayerLayout, ...], vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layouts: tuple[LayerLayout, ...],
+        vocab_size: int,
+        operators: Operators = KERNELS,
+    ) -> None:
         super().__init__()
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model
+        self.operators = operators
         self.num_layers = len(layouts)
         self.windows = attention_windows(layouts)
         self.vocab_size = vocab_size
@@ -160,6 +218,7 @@ class _CausalStep(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Logits [R, V] and last hidden states [R, H] of `rows` (all rows when None); V is the usable vocabulary."""
         state = _StepState(
+            operators=self.operators,
             slots=slots,
             moves=moves,
             masks={window: mask[None, None] for window, mask in zip(self.windows, masks, strict=True)},
@@ -218,11 +277,12 @@ class DraftPass(_CausalStep):
         children_per_node: int,
         mask_value: float,
         vocabulary: tuple[int, ...] | None,
+        operators: Operators = KERNELS,
     ) -> None:
         """vocabulary: ids the output layer is cut to, ascending; None keeps it whole."""
         if vocabulary is not None:
             cut_head(model, vocabulary)
-        super().__init__(model, layouts, vocab_size if vocabulary is None else len(vocabulary))
+        super().__init__(model, layouts, vocab_size if vocabulary is None else len(vocabulary), operators)
         self.vocabulary = None if vocabulary is None else CutVocabulary(vocabulary)
         self.children_per_node = children_per_node
         self.mask_value = mask_value
@@ -262,7 +322,7 @@ class DraftPass(_CausalStep):
             for window in self.windows
         )  # fmt: skip
         logits, _ = self.run_model(tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, rows=expand_rows)
-        child_tokens, child_log_q = OPERATORS.children(logits.contiguous(), self.children_per_node)
+        child_tokens, child_log_q = self.operators.children(logits.contiguous(), self.children_per_node)
         if self.vocabulary is not None:
             child_tokens = self.vocabulary(child_tokens)
         log_a = log_acceptance(child_log_q, acceptance_table)
@@ -272,7 +332,7 @@ class DraftPass(_CausalStep):
         candidate_values = torch.cat((pool_values, child_values.reshape(-1)))
         candidate_tokens = torch.cat((pool_tokens, child_tokens.reshape(-1)))
         candidate_parents = torch.cat((pool_parents, child_parents.reshape(-1)))
-        order = OPERATORS.order(candidate_values)
+        order = self.operators.order(candidate_values)
         added = order[torch.arange(new_nodes.shape[0], device=order.device)]
         kept = order[torch.arange(pool_values.shape[0], device=order.device) + new_nodes.shape[0]]
 
@@ -365,7 +425,7 @@ def cut_head(model: PreTrainedModel, vocabulary: tuple[int, ...]) -> None:
     """Replace the model's output layer by its rows for `vocabulary`; an embedding tied to it stays whole."""
     whole = model.get_output_embeddings()
     rows = torch.tensor(vocabulary, device=whole.weight.device)
-    cut = nn.Linear(whole.in_features, len(vocabulary), bias=whole.bias is not None, dtype=whole.weight.dtype)
+    cut = nn.Linear(whole.in_features, len(vocabulary), whole.bias is not None, whole.weight.device, whole.weight.dtype)
     with torch.no_grad():
         cut.weight.copy_(whole.weight[rows])
         if whole.bias is not None:

@@ -16,7 +16,7 @@ from statistics import median
 from time import monotonic, perf_counter, sleep
 from typing import TypeVar
 
-from yggc.config import DRAFT_WIDTHS
+from yggc.config import DRAFT_WIDTHS, ROOM
 from yggrt.artifacts import Step
 from yggrt.engine import Engine, GenerationStats
 from yggrt.executor import Decoder
@@ -26,7 +26,6 @@ from yggrt.tree import PLAIN, TreeShape
 
 Key = TypeVar("Key", bound=Hashable)
 
-VERIFY_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 TIMED_DEPTHS = (1, 2, 4, 8)
 EXTENTS = (128, 512, 2048)
 REPEATS = 11
@@ -85,17 +84,20 @@ class Timing:
     spread_s: float
 
 
-def measure_steps(engine: Engine, whole_head: Engine | None = None) -> LatencyProfile:
+def measure_steps(
+    engine: Engine, whole_head: Engine | None = None, verify_widths: Sequence[int] = ROOM["cpu"].verify_widths
+) -> LatencyProfile:
     """Time `verify` by width, drafts by width and depth, and the host's share, at every extent the context holds.
 
     whole_head: an engine of the same pair whose drafter's output layer is not cut, where the other's is.
     """
     decoder = engine.decoder
     limits = decoder.draft.limits
-    widths = [width for width in VERIFY_WIDTHS if width < limits.max_nodes] or [1]
+    widths = [width for width in verify_widths if width < limits.max_nodes] or [1]
     shapes = [
         TreeShape(width, depth, 1)
         for width in DRAFT_WIDTHS
+        if width <= limits.num_children
         for depth in TIMED_DEPTHS
         if 1 + width * depth <= limits.max_nodes and depth <= limits.max_moves
     ]

@@ -53,7 +53,7 @@ def make_probe(model: PreTrainedModel, vocab_size: int) -> Probe:
     length = min(NUM_TOKENS, getattr(model.config.get_text_config(), "max_position_embeddings", None) or NUM_TOKENS)
     tokens = (torch.arange(length) * 7919 + 11) % vocab_size
     with torch.no_grad():
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+        logits = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0].cpu()
     if not logits.isfinite().all():
         raise CheckpointError(
             f"{type(model).__name__}: its logits are not finite in {str(logits.dtype).removeprefix('torch.')}; its "
@@ -66,14 +66,14 @@ def check_module(step: StepModule, probe: Probe) -> None:
     """Raises CheckpointError where the module of a step, run eagerly, does not say what its model says."""
     module = step.module
     assert isinstance(module, VerifyStep | DraftPass)
-    buffers, still = allocate_kv(step.layouts, step.limits.kv_rows, step.dtype), torch.zeros(1, dtype=torch.int64)
+    buffers, still = allocate_kv(step), torch.zeros(1, dtype=torch.int64, device=step.device)
     vocabulary = getattr(module, "vocabulary", None)
-    columns = torch.arange(module.vocab_size)
+    columns = torch.arange(module.vocab_size, device=step.device)
 
     def run_rows(tokens: Tensor, positions: Tensor, slots: Tensor, masks: tuple[Tensor, ...]) -> Tensor:
         return module.run_model(tokens, positions, slots, masks, (still, still), buffers, rows=None)[0]
 
-    difference = _difference(step, run_rows, probe, columns if vocabulary is None else vocabulary(columns))
+    difference = _difference(step, run_rows, probe, (columns if vocabulary is None else vocabulary(columns)).cpu())
     if not difference <= BOUNDS[step.dtype]:
         raise CheckpointError(
             f"{type(module.model).__name__} cannot be decoded in trees: run row by row its logits differ from its own "
@@ -84,7 +84,7 @@ def check_module(step: StepModule, probe: Probe) -> None:
 
 def check_compiled(step: StepModule, run: RunStep, probe: Probe) -> None:
     """Raises BuildError where a compiled `verify` does not say what its model says."""
-    buffers = allocate_kv(step.layouts, step.limits.kv_rows, step.dtype)
+    buffers = allocate_kv(step)
 
     def run_rows(tokens: Tensor, positions: Tensor, slots: Tensor, masks: tuple[Tensor, ...]) -> Tensor:
         given = {"tokens": tokens, "positions": positions, "slots": slots}
@@ -127,5 +127,6 @@ def _logits_in_pieces(step: StepModule, run_rows: RunRows, tokens: Tensor) -> li
             mask[:, slots] = torch.where(visible, 0.0, MASK_VALUE).to(step.dtype)
             masks.append(mask)
         with torch.no_grad():
-            logits.append(run_rows(tokens[rows], rows, slots[rows], tuple(masks)))
+            given = [each.to(step.device) for each in (tokens[rows], rows, slots[rows], *masks)]
+            logits.append(run_rows(given[0], given[1], given[2], tuple(given[3:])).cpu())
     return logits

@@ -24,12 +24,13 @@ from types import ModuleType
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from yggc import export, graphs, lowering, packing, self_check
 from yggc import kernels as kernels_module
 from yggc.checkpoints import Checkpoint, affine_weights, load_model, open_checkpoint
-from yggc.config import DRAFT_WIDTHS, MOST_NODES, BuildOptions, draft_depths, usable_cores
+from yggc.config import DRAFT_WIDTHS, ROOM, BuildOptions, draft_depths, usable_cores
 from yggc.kernels import TAG, compile_kernels
 from yggc.lowering import lower_to_kernels
 from yggc.packing import AffineWeights, round_to_levels
@@ -37,23 +38,13 @@ from yggc.progress import Progress
 from yggc.self_check import check_compiled, check_module, make_probe
 from yggc.stage_cache import StageCache
 from yggrt import artifacts
-from yggrt.artifacts import (
-    LayerLayout,
-    Step,
-    StepLimits,
-    attention_windows,
-    draft_inputs,
-    fused_draft_inputs,
-    load_kernels,
-    load_package,
-    load_weights,
-    verify_inputs,
-)
+from yggrt.artifacts import LayerLayout, StepLimits, attention_windows, load_kernels, load_package, load_weights
 from yggrt.bundle import table_tensor
 from yggrt.engine import Engine
 from yggrt.errors import BuildError, YggError
 from yggrt.executor import PREFILL_WIDTH, Decoder
-from yggrt.kvcache import KvCache, rows_needed
+from yggrt.kvcache import rows_needed
+from yggrt.loader import StepLoader
 from yggrt.plan import identity_table
 from yggrt.target import Target
 from yggrt.text import TextCodec, TextSpec
@@ -65,7 +56,9 @@ PACKAGE_FILE = "step.pt2"
 WEIGHTS_FILE = "weights.safetensors"
 RECORD_FILE = "step.json"
 PARALLEL_MEMORY_BYTES = 12e9
-"""Of memory: with less, models are compiled one after the other."""
+"""Of memory for every compilation beside the first."""
+CORES_A_COMPILATION = 4
+"""Where there are many; on few cores two still help each other."""
 
 SOURCES = (graphs, export, lowering, packing, kernels_module, self_check, artifacts)
 """A change in one of these makes kept artifacts worthless."""
@@ -75,12 +68,14 @@ SOURCES = (graphs, export, lowering, packing, kernels_module, self_check, artifa
 class WantedStep:
     """An artifact that the build needs, and the cache entry that holds it once it is compiled.
 
+    device:      as torch names it.
     vocabulary:  ids the output layer is cut to; None keeps it whole.
     draft_width: W_d of a fused draft; None for the others, which serve all widths.
     """
 
     role: str
     source: str
+    device: str
     dtype: str
     num_threads: int
     vocab_size: int
@@ -93,14 +88,30 @@ class WantedStep:
     @property
     def depth(self) -> int | None:
         """Passes of a fused draft; None for the others."""
-        return int(self.role.removeprefix("draft.d")) if "." in self.role else None
+        return number_of(self.role, "draft.d")
+
+    @property
+    def width(self) -> int | None:
+        """Rows of a `verify` of fixed width; None for the others."""
+        return number_of(self.role, "verify.w")
+
+    @property
+    def model_role(self) -> str:
+        """The step that serves every shape, whose weights this one uses."""
+        return self.role.split(".")[0]
+
+
+def number_of(role: str, prefix: str) -> int | None:
+    """N of the roles `draft.dN` and `verify.wN`; None where a role does not begin so."""
+    return int(role.removeprefix(prefix)) if role.startswith(prefix) else None
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledStep:
     """A kept artifact of one model.
 
-    package, weights:     the compiled file, and the file of its constants; None where it uses the draft pass's.
+    package, weights:     the compiled file, and the file of its constants; None where it uses those of `verify` or
+                          `draft`.
     layouts, hidden_size: of the model.
     """
 
@@ -113,9 +124,14 @@ class CompiledStep:
     hidden_size: int
 
     @property
-    def is_fused(self) -> bool:
-        """Whether this is a `draft.dN`."""
-        return "." in self.role
+    def depth(self) -> int | None:
+        """N of a `draft.dN`; None for the others."""
+        return number_of(self.role, "draft.d")
+
+    @property
+    def width(self) -> int | None:
+        """N of a `verify.wN`; None for the others."""
+        return number_of(self.role, "verify.w")
 
 
 def source_digests(*modules: ModuleType) -> list[str]:
@@ -135,16 +151,20 @@ def compile_kernels_once(cache: StageCache, progress: Progress, target: Target) 
     return entry / KERNELS_FILE
 
 
-def step_limits(max_context: int, context: int, vocab_size: int) -> StepLimits:
-    """What a model's artifacts hold: every tree that the search tries. vocab_size: tokens its output layer scores."""
-    deepest = {width: draft_depths(width)[-1] for width in DRAFT_WIDTHS}
+def step_limits(target: str, max_context: int, context: int, vocab_size: int) -> StepLimits:
+    """What a model's artifacts hold: every tree that the search tries.
+
+    target: the kind of device. vocab_size: tokens the model's output layer scores.
+    """
+    room = ROOM[target]
+    deepest = {width: draft_depths(width, room.most_nodes)[-1] for width in DRAFT_WIDTHS if width <= room.draft_width}
     return StepLimits(
-        kv_rows=rows_needed(min(max_context, context), MOST_NODES),
+        kv_rows=rows_needed(min(max_context, context), room.most_nodes),
         max_width=PREFILL_WIDTH,
         max_moves=max(deepest.values()),
-        max_nodes=MOST_NODES,
+        max_nodes=room.most_nodes,
         pool_size=max(TreeShape(width, depth, 1).pool_size for width, depth in deepest.items()),
-        num_children=min(max(DRAFT_WIDTHS), vocab_size),
+        num_children=min(room.draft_width, vocab_size),
         num_knots=NUM_KNOTS,
     )
 
@@ -161,10 +181,11 @@ def wanted_step(
     draft_width: int | None = None,
 ) -> WantedStep:
     """Where the artifact of one model is kept, under a key of all that could change it."""
-    limits = step_limits(max_context, checkpoint.context, len(vocabulary or range(vocab_size)))
+    limits = step_limits(target.kind, max_context, checkpoint.context, len(vocabulary or range(vocab_size)))
     key: dict[str, object] = {
         "fingerprint": checkpoint.fingerprint,
         "role": role,
+        "architecture": target.architecture,
         "dtype": options.dtype,
         "vocab_size": vocab_size,
         "vocabulary": vocabulary,
@@ -178,20 +199,20 @@ def wanted_step(
     }
     if draft_width is not None:
         key["draft_width"] = draft_width
-    depth = int(role.removeprefix("draft.d")) if "." in role else 0
+    depth = number_of(role, "draft.d") or 0
     layers = checkpoint.config.get_text_config().num_hidden_layers
     return WantedStep(
-        role, checkpoint.source, options.dtype, options.threads, vocab_size, limits, vocabulary, draft_width,
-        25 + 3 * layers + 8 * depth + checkpoint.weight_bytes / 4e7, cache.entry(role, key),
+        role, checkpoint.source, target.device, options.dtype, options.threads, vocab_size, limits, vocabulary,
+        draft_width, 25 + 3 * layers + 8 * depth + checkpoint.weight_bytes / 4e7, cache.entry(role, key),
     )  # fmt: skip
 
 
 def compile_steps(
-    cache: StageCache, progress: Progress, wanted: Sequence[WantedStep], kernels: Path
+    cache: StageCache, progress: Progress, wanted: Sequence[WantedStep], kernels: Path | None
 ) -> list[CompiledStep]:
-    """The artifacts, compiled now or kept from before. wanted: a model's own step before its fused drafts.
+    """The artifacts, compiled now or kept from before. wanted: a model's own step before those that use its weights.
 
-    Two are compiled at a time where the machine has the cores and the memory.
+    Two are compiled at a time where the machine has the cores and the memory, and more where it has many.
     """
     missing = [step for step in wanted if not cache.has(step.entry)]
     for step in wanted:
@@ -199,7 +220,8 @@ def compile_steps(
             progress.reused(f"compile {step.role}")
     if missing:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        together = 2 if usable_cores() > 1 and memory > PARALLEL_MEMORY_BYTES else 1
+        cores = max(2, usable_cores() // CORES_A_COMPILATION) if usable_cores() > 1 else 1
+        together = max(1, min(cores, int(memory // PARALLEL_MEMORY_BYTES) + 1, len(missing)))
         seconds = [step.expected_s for step in missing]
         names = " and ".join(dict.fromkeys(step.role for step in missing))
         key = f"compile {names} {missing[0].dtype} {Path(missing[0].source).name}"
@@ -208,7 +230,7 @@ def compile_steps(
     return [read_step(step) for step in wanted]
 
 
-def _compile_all(cache: StageCache, steps: Sequence[WantedStep], together: int, kernels: Path) -> None:
+def _compile_all(cache: StageCache, steps: Sequence[WantedStep], together: int, kernels: Path | None) -> None:
     """Compile each step in a process of its own, so that what compilers leave in memory does not slow what follows."""
     context = multiprocessing.get_context("spawn")
     waiting = list(steps)
@@ -244,7 +266,7 @@ def _compile_all(cache: StageCache, steps: Sequence[WantedStep], together: int, 
         cache.remove_abandoned()
 
 
-def _compile_apart(root: Path, step: WantedStep, kernels: Path, pipe: Connection, parent: int) -> None:
+def _compile_apart(root: Path, step: WantedStep, kernels: Path | None, pipe: Connection, parent: int) -> None:
     """In a process of its own: compile, keep, and send the error there was, or None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build's own process ends this one
     signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
@@ -265,33 +287,44 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def compile_one(wanted: WantedStep, folder: Path, kernels: Path) -> None:
-    """Compile a step into a folder. Raises a YggError also where it would not say what its model says."""
-    checkpoint = open_checkpoint(wanted.source)
+def compile_one(wanted: WantedStep, folder: Path, kernels: Path | None) -> None:
+    """Compile a step into a folder. Raises a YggError also where it would not say what its model says.
+
+    kernels: the library for the CPU; None elsewhere.
+    """
+    checkpoint, device = open_checkpoint(wanted.source), torch.device(wanted.device)
     model = load_model(checkpoint, getattr(torch, wanted.dtype))
+    nn.Module.to(model, device)  # transformers' own wrapper of it has no types
     try:
         probe = make_probe(model, wanted.vocab_size)
-        if wanted.role == "verify":
-            step = export.verify_step(model, wanted.vocab_size, wanted.limits)
+        if wanted.model_role == "verify":
+            step = export.verify_step(model, wanted.vocab_size, wanted.limits, wanted.width)
         else:
             step = export.draft_pass(model, wanted.vocab_size, wanted.limits, wanted.vocabulary)
         check_module(step, probe)
         if wanted.depth is not None and wanted.draft_width is not None:
             step = export.fused_draft(step, wanted.draft_width, wanted.depth)
-        levels = affine_weights(checkpoint, model)
-        if wanted.role != "verify":
-            levels = rounded_weights(model) | levels
-        program = lower_to_kernels(
-            export.export_step(step),
-            {f"model.{name}": weights for name, weights in levels.items()},
-            exactly=wanted.role == "verify",
-        )
-        export.compile_step(program, folder / PACKAGE_FILE, wanted.num_threads, folder / "inductor")
-        if wanted.depth is None:  # a fused draft uses the weights of the draft pass
-            save_file(export.constants(program), folder / WEIGHTS_FILE)
+        program = export.export_step(step)
+        if device.type == "cpu":
+            levels = affine_weights(checkpoint, model)
+            if wanted.model_role != "verify":
+                levels = rounded_weights(model) | levels
+            program = lower_to_kernels(
+                program,
+                {f"model.{name}": weights for name, weights in levels.items()},
+                exactly=wanted.model_role == "verify",
+            )
+        export.compile_step(program, folder / PACKAGE_FILE, wanted.num_threads, folder / "inductor", device)
+        if wanted.role == wanted.model_role:
+            tensors, aliases = export.constants(program)
+            save_file(tensors, folder / WEIGHTS_FILE, aliases)
         if wanted.role == "verify":
-            load_kernels(kernels)
-            check_compiled(step, load_package(folder / PACKAGE_FILE, load_weights(folder / WEIGHTS_FILE)), probe)
+            if kernels is not None:
+                load_kernels(kernels)
+            weights = load_weights(folder / WEIGHTS_FILE, wanted.device)
+            check_compiled(
+                step, load_package(folder / PACKAGE_FILE, weights, -1 if device.index is None else device.index), probe
+            )
     except YggError:
         raise
     except Exception as error:  # torch's exporters raise whatever their internals do
@@ -327,7 +360,7 @@ def read_step(step: WantedStep) -> CompiledStep:
         limits=step.limits,
         vocabulary=step.vocabulary,
         package=step.entry / PACKAGE_FILE,
-        weights=step.entry / WEIGHTS_FILE if step.depth is None else None,
+        weights=step.entry / WEIGHTS_FILE if step.role == step.model_role else None,
         layouts=tuple(LayerLayout(**layout) for layout in record["layouts"]),
         hidden_size=record["hidden_size"],
     )
@@ -335,8 +368,9 @@ def read_step(step: WantedStep) -> CompiledStep:
 
 def load_engine(
     steps: Sequence[CompiledStep],
-    kernels: Path,
+    kernels: Path | None,
     options: BuildOptions,
+    target: Target,
     verifier: Checkpoint,
     drafter: Checkpoint,
     vocab_size: int,
@@ -345,38 +379,36 @@ def load_engine(
 ) -> Engine:
     """An engine over kept steps, before there is a bundle: what is profiled and calibrated.
 
-    steps: `verify` and `draft`, then fused drafts of one width.
+    steps: `verify` and `draft`, then those that use their weights; fused drafts of one width.
     """
-    load_kernels(kernels)
     verify, draft = steps[:2]
-    dtype = getattr(torch, options.dtype)
     assert verify.weights is not None and draft.weights is not None
-    verify_weights, draft_weights = load_weights(verify.weights), load_weights(draft.weights)
-    inputs = {
-        "verify": verify_inputs(attention_windows(verify.layouts), verify.limits, dtype, verify.hidden_size),
-        "draft": draft_inputs(draft.limits),
-    }
-    loaded = {
-        step.role: Step(
+    loader = StepLoader(target, kernels, getattr(torch, options.dtype))
+    weights = {"verify": loader.weights(verify.weights), "draft": loader.weights(draft.weights)}
+    made = [
+        loader.step(
             step.role,
-            load_package(step.package, verify_weights if step.role == "verify" else draft_weights),
-            inputs.get(step.role) or fused_draft_inputs(step.limits),
+            step.package,
+            weights[step.role.split(".")[0]],
             step.limits,
+            attention_windows(verify.layouts),
+            verify.hidden_size,
         )
         for step in steps
-    }
-    fused = {int(step.role.removeprefix("draft.d")): loaded[step.role] for step in steps if step.is_fused}
+    ]
+    loaded = {step.role: step for step in made}
     children = draft.limits.num_children
     decoder = Decoder(
         loaded["verify"],
         loaded["draft"],
-        fused,
+        {step.depth: loaded[step.role] for step in steps if step.depth is not None},
         1,
-        KvCache(verify.layouts, verify.limits, dtype),
-        KvCache(draft.layouts, draft.limits, dtype),
+        loader.cache(verify.layouts, verify.limits),
+        loader.cache(draft.layouts, draft.limits),
         table_tensor(identity_table(children, draft.limits.num_knots), children),
         max_context,
         plain_width=1,
+        by_width={step.width: loaded[step.role] for step in steps if step.width is not None},
     )
     codec = TextCodec(verifier.tokenizer, text)
     return Engine(

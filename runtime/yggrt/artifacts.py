@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -118,9 +118,13 @@ DRAFT_STATE = (
 
 
 def verify_inputs(
-    windows: tuple[int | None, ...], limits: StepLimits, dtype: torch.dtype, hidden_size: int
+    windows: tuple[int | None, ...],
+    limits: StepLimits,
+    dtype: torch.dtype,
+    hidden_size: int,
+    width: int | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """Inputs of `verify` ahead of the KV buffers.
+    """Inputs of `verify` ahead of the KV buffers, and with a width those of `verify.wN`, which runs as many rows alone.
 
     tokens, positions, slots: the W rows to run; padding rows have slot 0 and see only slot 0.
     mask: additive, one per kind of attention; no row is fully masked.
@@ -128,11 +132,12 @@ def verify_inputs(
     depth_first, depth_second: the layers of the depth network; zeros where there is none.
     """
     index, real = torch.int64, torch.float32
+    rows: int | str = "W" if width is None else width
     return (
-        TensorSpec("tokens", index, ("W",)),
-        TensorSpec("positions", index, ("W",)),
-        TensorSpec("slots", index, ("W",)),
-        *(TensorSpec(f"mask.{kind}", dtype, ("W", "S")) for kind in range(len(windows))),
+        TensorSpec("tokens", index, (rows,)),
+        TensorSpec("positions", index, (rows,)),
+        TensorSpec("slots", index, (rows,)),
+        *(TensorSpec(f"mask.{kind}", dtype, (rows, "S")) for kind in range(len(windows))),
         TensorSpec("move_src", index, (limits.max_moves,)),
         TensorSpec("move_dst", index, (limits.max_moves,)),
         TensorSpec("depth_first", real, (hidden_size + 1, DEPTH_UNITS)),
@@ -179,6 +184,9 @@ def draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
         TensorSpec("move_dst", index, (limits.max_moves,)),
     )
 
+
+DRAFT_OUTPUTS = (*DRAFT_ROWS, *DRAFT_STATE)
+"""Of a draft pass."""
 
 FUSED_DRAFT_OUTPUTS = ("tree_tokens", "tree_parents", "tree_depths", "tree_values")
 """The tree after the last pass of a fused draft, as in DRAFT_STATE."""
@@ -282,11 +290,17 @@ def load_kernels(path: Path) -> None:
         raise ArtifactError(f"{path.name} cannot be loaded: {error}. Rebuild the bundle here.") from None
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """An artifact's constants by name, mapped from the file. Raises ArtifactError in one line."""
+def load_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """An artifact's constants by name, mapped from the file or copied to another device.
+
+    Names that the file's header calls aliases stand for the same tensor. Raises ArtifactError in one line.
+    """
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        tensors = load_file(path, device)
+        with safe_open(path, "pt") as file:
+            aliases = {name: own for name, own in (file.metadata() or {}).items() if name != "format"}
+        return tensors | {name: tensors[own] for name, own in aliases.items()}
+    except (SafetensorError, OSError, KeyError) as error:
         raise ArtifactError(f"{path.name} cannot be read: {error}. Rebuild the bundle here.") from None
 
 
@@ -299,8 +313,8 @@ def load_package(path: Path, weights: Mapping[str, Tensor], device_index: int = 
     """
     loader_class = torch._C._aoti.AOTIModelPackageLoader
     try:
-        # model name, run_single_threaded, num_runners, device_index
-        loader = loader_class(str(path), "model", False, 1, device_index)
+        # model name, run_single_threaded (a CUDA graph allows no other way), num_runners, device_index
+        loader = loader_class(str(path), "model", device_index >= 0, 1, device_index)
         constants = {name: weights[name] for name in loader.get_constant_fqns()}
         loader.load_constants(constants, use_inactive=False, check_full_update=True, user_managed=True)
     except KeyError as error:

@@ -12,22 +12,13 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from yggrt.artifacts import (
-    Step,
-    TensorSpec,
-    attention_windows,
-    draft_inputs,
-    fused_draft_inputs,
-    load_kernels,
-    load_package,
-    load_weights,
-    verify_inputs,
-)
+from yggrt.artifacts import Step, attention_windows
 from yggrt.engine import Engine
 from yggrt.errors import BundleFormatError
 from yggrt.executor import Decoder
-from yggrt.kvcache import KvCache, rows_needed
+from yggrt.kvcache import rows_needed
 from yggrt.latency import StepTimes
+from yggrt.loader import StepLoader
 from yggrt.pace import Pace
 from yggrt.plan import (
     MANIFEST_FILE,
@@ -40,7 +31,7 @@ from yggrt.plan import (
     read_manifest,
     read_plan,
 )
-from yggrt.target import check_manifest, detect_target, verify_file
+from yggrt.target import Target, check_manifest, detect_target, verify_file
 from yggrt.text import TextCodec
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -84,31 +75,35 @@ def read_bundle(path: Path) -> Bundle:
     return Bundle(path, manifest, read_plan(path / PLAN_FILE), ())
 
 
-def check_bundle(path: Path) -> Bundle:
+def check_bundle(path: Path, device: str | None = None) -> tuple[Bundle, Target]:
     """Everything that can be said without loading: format, machine, versions, sizes and checksums.
 
+    device: see `load`. Returns the bundle, and the device it would run on.
     Raises the YggError that says why it would not load here.
     """
     bundle = read_bundle(path)
     _check_plan_fits(bundle)
-    notices = check_manifest(bundle.manifest, detect_target(bundle.manifest.target), torch.__version__)
+    target = detect_target(device or bundle.manifest.target)
+    notices = check_manifest(bundle.manifest, target, torch.__version__)
     for entry in bundle.entries:
         verify_file(path / entry.file, entry.num_bytes, entry.digest)
-    return Bundle(path, bundle.manifest, bundle.plan, notices)
+    return Bundle(path, bundle.manifest, bundle.plan, notices), target
 
 
-def load(path: str | Path) -> Engine:
+def load(path: str | Path, device: str | None = None, cuda_graphs: bool = True) -> Engine:
     """Load a bundle built by `yggc build`. A bundle is native code: load only what you trust.
 
+    device: `cuda:1` and the like, of the kind that the bundle is for; default the first. cuda_graphs: whether steps on
+    a GPU are launched as graphs.
     Raises a YggError in one line when it is malformed, damaged, or was built for another machine or torch.
     """
     started = perf_counter()
-    bundle = check_bundle(Path(path))
+    bundle, target = check_bundle(Path(path), device)
     manifest, plan = bundle.manifest, bundle.plan
     threads_before = torch.get_num_threads()
     torch.set_num_threads(manifest.num_threads)
     try:
-        decoder = _make_decoder(bundle)
+        decoder = _make_decoder(bundle, target, cuda_graphs)
     finally:
         torch.set_num_threads(threads_before)
     codec = TextCodec.from_file(bundle.path / TOKENIZER_FILE, manifest.text)
@@ -173,34 +168,32 @@ def _check_plan_fits(bundle: Bundle) -> None:
         )
 
 
-def _make_decoder(bundle: Bundle) -> Decoder:
+def _make_decoder(bundle: Bundle, target: Target, uses_graphs: bool) -> Decoder:
     manifest, plan = bundle.manifest, bundle.plan
-    dtype = getattr(torch, manifest.dtype)
-    verify, draft = _artifact(bundle, "verify"), _artifact(bundle, "draft")
-    load_kernels(bundle.path / manifest.kernels)
-    weights = {name: load_weights(bundle.path / name) for name in {entry.weights for entry in manifest.artifacts}}
+    kernels = None if manifest.kernels is None else bundle.path / manifest.kernels
+    loader = StepLoader(target, kernels, getattr(torch, manifest.dtype), uses_graphs)
+    weights = {name: loader.weights(bundle.path / name) for name in {entry.weights for entry in manifest.artifacts}}
+    windows, hidden_size = attention_windows(manifest.verifier.layers), manifest.verifier.hidden_size
 
-    def step(artifact: Artifact, inputs: tuple[TensorSpec, ...]) -> Step:
-        run = load_package(bundle.path / artifact.file, weights[artifact.weights])
-        return Step(artifact.role, run, inputs, artifact.limits)
+    def step(role: str) -> Step:
+        artifact = _artifact(bundle, role)
+        package = bundle.path / artifact.file
+        return loader.step(role, package, weights[artifact.weights], artifact.limits, windows, hidden_size)
 
-    fused = {graph.depth: _artifact(bundle, f"draft.d{graph.depth}") for graph in plan.draft_graphs if graph.fused}
+    widths = [artifact.role for artifact in manifest.artifacts if artifact.role.startswith("verify.w")]
+    verify, draft = _artifact(bundle, "verify").limits, _artifact(bundle, "draft").limits
     return Decoder(
-        step(
-            verify,
-            verify_inputs(
-                attention_windows(manifest.verifier.layers), verify.limits, dtype, manifest.verifier.hidden_size
-            ),
-        ),
-        step(draft, draft_inputs(draft.limits)),
-        {depth: step(artifact, fused_draft_inputs(artifact.limits)) for depth, artifact in fused.items()},
+        step("verify"),
+        step("draft"),
+        {graph.depth: step(f"draft.d{graph.depth}") for graph in plan.draft_graphs if graph.fused},
         plan.policy.draft_width,
-        KvCache(manifest.verifier.layers, verify.limits, dtype),
-        KvCache(manifest.drafter.layers, draft.limits, dtype),
+        loader.cache(manifest.verifier.layers, verify),
+        loader.cache(manifest.drafter.layers, draft),
         table_tensor(plan.acceptance_table, plan.policy.children_per_node),
         manifest.max_context,
         plan.plain_width,
         plan.depth_network,
+        {int(role.removeprefix("verify.w")): step(role) for role in widths},
     )
 
 

@@ -274,7 +274,7 @@ def _show(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from yggrt.bundle import check_bundle
 
-    bundle = check_bundle(options.bundle)
+    bundle, _ = check_bundle(options.bundle)
     print(f"{options.bundle} loads here: {bundle.manifest.sku}, torch {bundle.manifest.torch_version}, all files whole")
     for notice in bundle.notices:
         print(f"note: {notice}")

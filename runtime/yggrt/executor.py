@@ -53,8 +53,8 @@ class Round:
 
     @property
     def hidden(self) -> Tensor:
-        """[H], the verifier's last hidden state where the last token was chosen."""
-        return self.outputs[2][self.row]
+        """[H], the verifier's last hidden state where the last token was chosen; to be read before the next step."""
+        return self.outputs[2][self.row].cpu()
 
     @property
     def by_depth(self) -> NDArray[np.float32]:
@@ -152,6 +152,7 @@ class Decoder:
     fused:      by depth, the graphs that draft a whole tree of `draft_width` at once; other trees grow pass by pass.
     table:      float32[K, B], log a by (rank, log q); see `yggrt.artifacts.draft_inputs`.
     network:    evaluated inside `verify`; None where no depth was learned.
+    by_width:   steps that run as many rows alone, in place of `verify` in an iteration.
     on_prefill: called with (tokens of the prompt read, tokens of the prompt) as the prefill goes on; None for nobody.
     """
 
@@ -167,11 +168,14 @@ class Decoder:
         max_context: int,
         plain_width: int,
         network: DepthNetwork | None = None,
+        by_width: Mapping[int, Step] | None = None,
     ) -> None:
         self.verify, self.draft = verify, draft
+        self.by_width = by_width or {}
         self.fused, self.draft_width = fused, draft_width
         self.verifier_cache, self.drafter_cache = verifier_cache, drafter_cache
-        verify.bind(verifier_cache.buffers, verifier_cache.layouts, verifier_cache.dtype)
+        for step in (verify, *self.by_width.values()):
+            step.bind(verifier_cache.buffers, verifier_cache.layouts, verifier_cache.dtype)
         for step in (draft, *fused.values()):
             step.bind(drafter_cache.buffers, drafter_cache.layouts, drafter_cache.dtype)
         self.table = table
@@ -252,12 +256,13 @@ class Decoder:
             positions = torch.arange(first, last)
             extent = cache.extent(last + 1)
             masks = [prefix_mask(positions, extent, window, cache.dtype) for window in self.windows]
-            outputs = self._run_verify((torch.tensor(tokens[first:last]), positions, positions + 1), masks)
+            rows = torch.tensor(tokens[first:last]), positions, positions + 1
+            outputs = self._run_verify(self.verify, rows, masks)
             cache.num_committed = last
             if self.on_prefill is not None:
                 self.on_prefill(last, len(tokens))
         choices, gaps, _, logits, _ = outputs
-        token = int(choices[-1]) if choose is None else choose(logits[-1])
+        token = int(choices[-1]) if choose is None else choose(logits[-1].cpu())
         return Round((token,), (float(gaps[-1]),), len(choices) - 1, outputs, 0, len(tokens), extent, 1.0)
 
     def flush_moves(self) -> None:
@@ -265,15 +270,15 @@ class Decoder:
         cache = self.verifier_cache
         if cache.has_moves:
             padding = torch.zeros(1, dtype=torch.int64)
-            self._run_verify([padding] * 3, [torch.zeros(1, 1, dtype=cache.dtype)] * len(self.windows))
+            self._run_verify(self.verify, [padding] * 3, [torch.zeros(1, 1, dtype=cache.dtype)] * len(self.windows))
         if self.drafter_cache.has_moves:
             self._run_drafter_rows([], 0)
 
-    def _run_verify(self, rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+    def _run_verify(self, step: Step, rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
         """rows: tokens, positions and slots."""
         cache = self.verifier_cache
         started = perf_counter()
-        outputs = self.verify(*rows, *masks, cache.move_src, cache.move_dst, *self.depth_layers)
+        outputs = step(*rows, *masks, cache.move_src, cache.move_dst, *self.depth_layers)
         self.compiled_s += perf_counter() - started
         cache.moved()
         return outputs
@@ -489,7 +494,8 @@ class Decoder:
 
     def _verify(self, iteration: Iteration) -> None:
         assert iteration.verify_inputs is not None
-        iteration.outputs = self._run_verify(*iteration.verify_inputs)
+        rows, masks = iteration.verify_inputs
+        iteration.outputs = self._run_verify(self.by_width.get(rows[0].shape[0], self.verify), rows, masks)
 
     def _accept(self, iteration: Iteration) -> None:
         choices, gaps, _, logits, _ = iteration.outputs
@@ -504,9 +510,9 @@ class Decoder:
                 path = accept_greedy(cut.tokens, cut.parents, chosen)
             emitted = tuple(chosen[path].tolist())
         elif cut is None:
-            emitted = (choose(logits[0]),)
+            emitted = (choose(logits[0].cpu()),)
         else:
-            path, bonus = walk(cut.tokens, cut.parents, lambda row: choose(logits[row]))
+            path, bonus = walk(cut.tokens, cut.parents, lambda row: choose(logits[row].cpu()))
             emitted = (*cut.tokens[path[1:]].tolist(), bonus)
         iteration.path = path
         iteration.outcome = Round(

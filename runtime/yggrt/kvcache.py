@@ -17,14 +17,25 @@ EXTENT_BUCKET = 64
 
 
 class KvCache:
-    """KV buffers, [heads, kv_rows, dim] each, K and V layer by layer."""
+    """KV buffers, [heads, kv_rows, dim] each, K and V layer by layer.
 
-    def __init__(self, layouts: tuple[LayerLayout, ...], limits: StepLimits, dtype: torch.dtype) -> None:
+    extents: the only ones that may be read, ascending; empty for all multiples of EXTENT_BUCKET.
+    """
+
+    def __init__(
+        self,
+        layouts: tuple[LayerLayout, ...],
+        limits: StepLimits,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        extents: tuple[int, ...] = (),
+    ) -> None:
         self.layouts = layouts
         self.limits = limits
         self.dtype = dtype
+        self.extents = extents
         self.buffers: tuple[Tensor, ...] = tuple(
-            torch.zeros(layout.num_heads, limits.kv_rows, dim, dtype=dtype)
+            torch.zeros(layout.num_heads, limits.kv_rows, dim, dtype=dtype, device=device)
             for layout in layouts
             for dim in (layout.key_dim, layout.value_dim)
         )
@@ -60,6 +71,9 @@ class KvCache:
 
     def extent(self, num_rows: int) -> int:
         """Extent S that covers slots 0 to num_rows - 1, rounded up to a bucket."""
+        for extent in self.extents:
+            if extent >= num_rows:
+                return extent
         bucket = -(-num_rows // EXTENT_BUCKET) * EXTENT_BUCKET
         return min(bucket, self.limits.kv_rows - 1)
 

@@ -480,6 +480,7 @@ class Artifact:
 
     digest:  see yggrt.target.piecewise_sha256.
     weights: file of the bundle that holds its constants; artifacts of one model share it.
+    role:    `verify`, `draft`; `verify.wN` runs N rows alone, `draft.dN` N passes at once.
     """
 
     role: str
@@ -490,9 +491,10 @@ class Artifact:
     weights: str
 
     def __post_init__(self) -> None:
-        is_fused = re.fullmatch(r"draft\.d[1-9][0-9]{0,2}", self.role) is not None
+        is_special = re.fullmatch(r"draft\.d[1-9][0-9]{0,2}|verify\.w[1-9][0-9]{0,3}", self.role) is not None
         _require(
-            is_fused or self.role in ROLES, f"unknown artifact role {self.role!r:.80}; known: verify, draft, draft.dN"
+            is_special or self.role in ROLES,
+            f"unknown artifact role {self.role!r:.80}; known: verify, verify.wN, draft, draft.dN",
         )
         _require_file(self.file, self.num_bytes, self.digest)
 
@@ -517,7 +519,8 @@ class Manifest:
     architecture:    `x86_64`, `aarch64`, or a compute capability such as `sm_90`.
     instruction_set: CPU features the compiled code uses, of yggrt.target's names.
     num_threads:     the compiled loops were split for.
-    kernels:         file of the library that the artifacts call.
+    driver:          version of the GPU's driver, advisory; empty for the CPU.
+    kernels:         file of the library that the artifacts call; None for a GPU.
     """
 
     step_abi_version: int
@@ -533,7 +536,8 @@ class Manifest:
     verifier: ModelLayout
     artifacts: tuple[Artifact, ...]
     files: tuple[BundleFile, ...]
-    kernels: str
+    driver: str
+    kernels: str | None
     text: TextSpec
 
     def __post_init__(self) -> None:
@@ -549,7 +553,12 @@ class Manifest:
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         _require(not twice, f"a bundle lists twice: {', '.join(twice):.200}")
         _require(MANIFEST_FILE not in names, f"{MANIFEST_FILE} lists itself")
-        needed = {self.kernels, *(artifact.weights for artifact in self.artifacts)}
+        needed = {artifact.weights for artifact in self.artifacts}
+        _require(
+            (self.kernels is None) == (self.target != "cpu"), "a bundle for the CPU names its kernels, no other does"
+        )
+        if self.kernels is not None:
+            needed.add(self.kernels)
         missing = sorted(needed - {entry.file for entry in self.files})
         _require(not missing, f"the files of the bundle lack {', '.join(missing):.200}")
         roles = [artifact.role for artifact in self.artifacts]

@@ -21,6 +21,7 @@ from yggrt.errors import BundleFormatError, TargetMismatchError
 from yggrt.plan import Manifest, Plan
 
 _CPUINFO = Path("/proc/cpuinfo")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 DIGEST_PIECE = 16 * 1024 * 1024  # bytes
 
@@ -63,6 +64,7 @@ class Target:
     name:            as the vendor calls it.
     num_cores:       CPU cores this process may use.
     memory_bytes:    of the device.
+    driver:          version of a GPU's driver, `580.65.06`; empty for the CPU.
     """
 
     kind: str
@@ -73,6 +75,12 @@ class Target:
     name: str
     num_cores: int
     memory_bytes: int
+    driver: str = ""
+
+    @property
+    def device(self) -> str:
+        """As torch names it."""
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.device_index}"
 
 
 def detect_target(target: str = "cpu") -> Target:
@@ -113,7 +121,10 @@ def check_manifest(manifest: Manifest, target: Target, torch_version: str) -> tu
             f"bundle was compiled for {manifest.sku} and uses {', '.join(missing)}, which this machine ({target.sku}, "
             f"{target.name}) does not have. Rebuild it here."
         )
-    return _notices(manifest.sku, manifest.num_threads, target)
+    notices = _notices(manifest.sku, manifest.num_threads, target)
+    if manifest.driver != target.driver:
+        notices += (f"built with driver {manifest.driver or '(unknown)'}; here is {target.driver or '(unknown)'}",)
+    return notices
 
 
 def check_plan(plan: Plan, target: Target) -> tuple[str, ...]:
@@ -231,4 +242,11 @@ def _detect_cuda(index: int) -> Target:
         name=name,
         num_cores=_detect_cpu().num_cores,
         memory_bytes=properties.total_memory,
+        driver=_read_driver(_DRIVER.read_text(errors="replace") if _DRIVER.exists() else ""),
     )
+
+
+def _read_driver(text: str) -> str:
+    """The version in what NVIDIA's kernel module says of itself; empty where it says nothing."""
+    match = re.search(r"Kernel Module.*?\s([0-9]+(?:\.[0-9]+)+)", text)
+    return match[1] if match else ""

@@ -129,9 +129,7 @@ def verify_arguments(step: StepModule, width: int, extent: int) -> list[Tensor]:
 
 def run_both(lowered: Lowered, flat: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs of the traced module and of the lowered program, each with its KV buffers after the step."""
-    kept = [
-        torch.randn_like(buffer) for buffer in allocate_kv(lowered.step.layouts, LIMITS.kv_rows, lowered.step.dtype)
-    ]
+    kept = [torch.randn_like(buffer) for buffer in allocate_kv(lowered.step)]
     results = []
     for run in (lowered.step.module, lowered.program.module()):
         buffers = copy.deepcopy(kept)

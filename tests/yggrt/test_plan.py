@@ -134,6 +134,7 @@ def sample_manifest() -> Manifest:
             BundleFile("verify.weights", 98_000_000, SHA256),
             BundleFile("draft.weights", 28_000_000, SHA256),
         ),
+        driver="",
         kernels="kernels.so",
         text=TextSpec("{{ messages[0].content }}", "<s>", "</s>", None, None, (0, 2)),
     )

@@ -108,6 +108,28 @@ def test_a_gpu_is_named_in_lower_case_with_hyphens(monkeypatch, name, sku):
     assert (target.sku, target.architecture, target.kind, target.memory_bytes) == (sku, "sm_90", "cuda", 2**37)
 
 
+@pytest.mark.parametrize(
+    "text, version",
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        ("", ""),
+    ],
+)
+def test_the_driver_is_read_and_another_is_told_of(monkeypatch, tmp_path, text, version):
+    pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr("yggrt.target._DRIVER", tmp_path / "version")
+    target = detect_target("cuda")
+    assert target.driver == version and target.device == "cuda:0"
+    manifest = dataclasses.replace(
+        sample_manifest(), target="cuda", architecture="sm_90", instruction_set=(), sku="nvidia-h200", kernels=None,
+        driver="535.104.05",
+    )  # fmt: skip
+    notices = check_manifest(manifest, target, "2.14.1")
+    assert bool(notices) == (version != "535.104.05")
+
+
 HOST = Target(
     kind="cpu",
     device_index=0,
@@ -141,7 +163,11 @@ def test_a_superset_host_loads_a_bundle_in_silence():
     [
         ({"step_abi_version": 3}, "2.14.1", "step ABI version 3; this runtime speaks 2"),
         ({"architecture": "aarch64"}, "2.14.1", "compiled for cpu aarch64; this is cpu x86_64 \\(Some CPU\\)"),
-        ({"target": "cuda", "architecture": "sm_90"}, "2.14.1", "compiled for cuda sm_90; this is cpu x86_64"),
+        (
+            {"target": "cuda", "architecture": "sm_90", "kernels": None},
+            "2.14.1",
+            "compiled for cuda sm_90; this is cpu x86_64",
+        ),
         ({}, "2.14.0", "compiled with torch 2.14.1; installed is 2.14.0. Rebuild the bundle, or install torch 2.14.1"),
         ({}, "2.15.1+cpu", "installed is 2.15.1\\+cpu"),
         (
@@ -159,7 +185,9 @@ def test_code_that_cannot_run_here_is_refused_naming_both_sides(changes, torch_v
 
 
 def test_another_gpu_generation_is_refused():
-    manifest = dataclasses.replace(sample_manifest(), target="cuda", architecture="sm_90", instruction_set=())
+    manifest = dataclasses.replace(
+        sample_manifest(), target="cuda", architecture="sm_90", instruction_set=(), kernels=None
+    )
     host = dataclasses.replace(HOST, kind="cuda", architecture="sm_80", sku="nvidia-a100", name="NVIDIA A100")
     with pytest.raises(TargetMismatchError, match="cuda sm_90; this is cuda sm_80 \\(NVIDIA A100\\)"):
         check_manifest(manifest, host, "2.14.1")
