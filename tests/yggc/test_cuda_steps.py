@@ -1,0 +1,200 @@
+"""What is compiled for a GPU, as far as that goes without one.
+
+The same values in torch's own operators, traced and, for the CPU in a GPU's stead, compiled; weights once; sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.export import ExportedProgram
+
+from tests import toy
+from tests.test_lossless import prompt_of
+from tests.yggc.test_lowering import (
+    FAMILIES,
+    KEPT,
+    LIMITS,
+    SHAPE,
+    assert_close,
+    draft_arguments,
+    verify_arguments,
+)
+from yggc.cli import main
+from yggc.config import DRAFT_WIDTHS, ROOM, BuildOptions
+from yggc.export import (
+    StepModule,
+    allocate_kv,
+    compile_step,
+    constants,
+    draft_pass,
+    eager_run,
+    export_step,
+    fused_draft,
+    nest_inputs,
+    verify_step,
+)
+from yggc.graphs import TORCH, best_children, grouped_attention, largest_first, sdpa
+from yggc.kernels import OPERATORS
+from yggc.steps import step_limits
+from yggrt.artifacts import MASK_VALUE, Step, load_package, load_weights
+from yggrt.engine import Engine
+from yggrt.executor import Decoder
+from yggrt.kvcache import KvCache
+from yggrt.tree import TreeShape
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("heads, kv_heads, value_dim", [(4, 4, 8), (6, 2, 8), (4, 1, 12)])
+def test_attention_by_groups_is_attention(heads, kv_heads, value_dim):
+    torch.manual_seed(0)
+    for width, extent in ((1, 9), (5, 33)):
+        query, key = torch.randn(1, heads, width, 8), torch.randn(1, kv_heads, extent, 8)
+        value = torch.randn(1, kv_heads, extent, value_dim)
+        mask = torch.where(torch.rand(1, 1, width, extent) < 0.5, 0.0, MASK_VALUE)
+        mask[..., 0] = 0
+        for scale in (None, 0.3):
+            found = grouped_attention(query, key, value, mask, scale)
+            torch.testing.assert_close(found, sdpa(query, key, value, mask, scale), rtol=1e-5, atol=1e-6)
+            assert found.shape == (1, heads, width, value_dim)
+
+
+def test_children_and_order_are_the_kernels():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 300)
+    logits[1, 7], logits[2, 9], logits[3, 11] = torch.inf, torch.nan, -torch.inf
+    for found, expected in zip(best_children(logits, 8), OPERATORS.children(logits, 8), strict=True):
+        torch.testing.assert_close(found, expected)
+    values = torch.randn(50).round(decimals=1)
+    assert torch.equal(largest_first(values), OPERATORS.order(values))
+
+
+def traced(step: StepModule) -> tuple[StepModule, ExportedProgram]:
+    """A step and its program, in which no operator is ours."""
+    program = export_step(step)
+    assert not [node for node in program.graph_module.graph.nodes if "yggc" in str(node.target)]
+    return step, program
+
+
+@pytest.mark.parametrize("width", [None, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_traced_steps_compute_what_the_cpus_do(family, width):
+    torch.manual_seed(3)
+    model = FAMILIES[family]().eval()
+    own = verify_step(copy.deepcopy(model), toy.VOCAB_SIZE, LIMITS)
+    step, program = traced(verify_step(model, toy.VOCAB_SIZE, LIMITS, width, TORCH))
+    assert step.role == ("verify" if width is None else "verify.w5")
+    for rows, extent in ((width or 2, 24), (width or 17, LIMITS.kv_rows - 1)):
+        flat = verify_arguments(step, rows, extent)
+        kept = [torch.randn_like(buffer) for buffer in allocate_kv(step)]
+        results = []
+        for run in (own.module, step.module, program.module()):
+            buffers = copy.deepcopy(kept)
+            with torch.no_grad():
+                results.append([*run(*nest_inputs(step, copy.deepcopy(flat), buffers)), *buffers])
+        for found in results[1:]:
+            assert_close(found, results[0], 1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [None, KEPT])
+def test_traced_drafts_grow_the_cpus_trees(vocabulary):
+    model = toy.make_llama(6, num_hidden_layers=1, tie_word_embeddings=True)
+    expected_step = draft_pass(copy.deepcopy(model), toy.VOCAB_SIZE, LIMITS, vocabulary)
+    one = draft_pass(model, toy.VOCAB_SIZE, LIMITS, vocabulary, TORCH)
+    for step in (one, fused_draft(one, SHAPE.draft_width, SHAPE.draft_depth)):
+        _, program = traced(step)
+        torch.manual_seed(8)
+        flat = draft_arguments(step, LIMITS.kv_rows - 1)
+        buffers = allocate_kv(step)
+        with torch.no_grad():
+            outputs = program.module()(*nest_inputs(step, flat, copy.deepcopy(buffers)))
+            own = expected_step
+            if step is not one:
+                own = fused_draft(expected_step, SHAPE.draft_width, SHAPE.draft_depth)
+            expected = own.module(*nest_inputs(own, flat, copy.deepcopy(buffers)))
+        assert_close(outputs, expected, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["always", "sometimes"])
+def test_an_engine_over_such_steps_says_what_the_model_says(verifier, kind):
+    shape = TreeShape(3, 3, 7)
+    limits = toy.make_limits(shape)
+    verify = verify_step(copy.deepcopy(verifier), toy.VOCAB_SIZE, limits, operators=TORCH)
+    drafter = copy.deepcopy(toy.make_drafter(kind, verifier))
+    draft = draft_pass(drafter, toy.VOCAB_SIZE, limits, operators=TORCH)
+    decoder = Decoder(
+        Step("verify", eager_run(verify), verify.inputs, limits),
+        Step("draft", eager_run(draft), draft.inputs, limits),
+        {},
+        3,
+        KvCache(verify.layouts, limits, verify.dtype),
+        KvCache(draft.layouts, limits, draft.dtype),
+        toy.table(limits),
+        toy.MAX_CONTEXT,
+        1,
+    )
+    engine = Engine(decoder, shape, None, frozenset(), toy.VOCAB_SIZE, 512, torch.get_num_threads())
+    prompt = prompt_of(8)
+    assert list(engine.generate(prompt, max_new_tokens=40).token_ids) == toy.hf_greedy(verifier, prompt, 40)
+
+
+def test_tied_weights_are_kept_once_and_come_back_under_both_names(tmp_path):
+    model = toy.make_llama(1, tie_word_embeddings=True)
+    unique = {parameter.data_ptr(): parameter.numel() * 4 for parameter in model.parameters()}
+    program = export_step(verify_step(model, toy.VOCAB_SIZE, LIMITS, operators=TORCH))
+    tensors, aliases = constants(program)
+    assert aliases and sum(each.numel() * each.element_size() for each in tensors.values()) <= 1.1 * sum(
+        unique.values()
+    )
+    save_file(tensors, tmp_path / "weights", aliases)
+    loaded = load_weights(tmp_path / "weights")
+    assert set(loaded) == {name for name, value in {**program.state_dict, **program.constants}.items()}
+    for name, own in aliases.items():
+        assert loaded[name].data_ptr() == loaded[own].data_ptr()
+
+
+def test_a_compiled_step_of_fixed_width_uses_the_weights_of_the_other(tmp_path):
+    """The compiler sees nothing but torch, and the packages nothing but names."""
+    model = toy.make_llama(1, tie_word_embeddings=True, num_hidden_layers=1)
+    tensors, aliases = constants(export_step(verify_step(copy.deepcopy(model), toy.VOCAB_SIZE, LIMITS, None, TORCH)))
+    save_file(tensors, tmp_path / "weights", aliases)
+    step = verify_step(model, toy.VOCAB_SIZE, LIMITS, 4, TORCH)
+    compile_step(export_step(step), tmp_path / "step.pt2", 1, tmp_path / "scratch", CPU)
+    run = load_package(tmp_path / "step.pt2", load_weights(tmp_path / "weights"))
+    torch.manual_seed(0)
+    for extent in (20, LIMITS.kv_rows - 1):
+        flat = verify_arguments(step, 4, extent)
+        kept = [torch.randn_like(buffer) for buffer in allocate_kv(step)]
+        results = []
+        for call in (run, eager_run(step)):
+            buffers = copy.deepcopy(kept)
+            results.append([*call([*copy.deepcopy(flat), *buffers]), *buffers])
+        assert_close(results[0], results[1], 1e-5)
+
+
+def test_what_is_compiled_for_a_gpu_holds_the_papers_best_tree():
+    limits = step_limits("cuda", 8192, 8192, 32000)
+    assert limits.max_nodes == 65 and limits.num_children == 16 and limits.max_moves >= 8
+    assert set(ROOM["cuda"].fixed_widths) == {1, 2, 4, 8, 16, 32, 64}
+    small = step_limits("cpu", 8192, 8192, 32000)
+    assert small.max_nodes == 33 and small.num_children == 8 and max(DRAFT_WIDTHS) == 16
+
+
+def test_dtypes_and_targets_of_a_build():
+    assert BuildOptions("d", "v").dtype == "float32" and BuildOptions("d", "v", target="cuda:1").dtype == "bfloat16"
+    assert BuildOptions("d", "v", target="cuda", dtype="float32").dtype == "float32"
+    with pytest.raises(ValueError, match="target 'gpu': cpu, cuda or cuda:N is accepted"):
+        BuildOptions("d", "v", target="gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("target", ["cuda", "cuda:1"])
+def test_a_build_for_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys, target):
+    pair = ["--drafter", str(tmp_path), "--verifier", str(tmp_path)]
+    assert main(["build", *pair, "--target", target]) == 1
+    name = target if ":" in target else f"{target}:0"
+    assert f"{name} was asked for; torch {torch.__version__} finds no CUDA device here" in capsys.readouterr().err
