@@ -39,6 +39,34 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "what a captured step gave is overwritten by its next launch",
+        "runtime/yggrt/cuda.py",
+        "        block = self._read.clone()  # the next call writes there again\n",
+        "        block = self._read\n",
+        "tests/yggrt/test_cuda.py",
+    ),
+    Mutant(
+        "a constant input that changed is not copied to the device again",
+        "runtime/yggrt/cuda.py",
+        "        elif self._of[name] != version:\n",
+        "        elif self._of[name][0] != version[0]:\n",
+        "tests/yggrt/test_cuda.py",
+    ),
+    Mutant(
+        "prompts are read by steps that are captured, so that a first token waits for it",
+        "runtime/yggrt/executor.py",
+        "            outputs = self._run_verify(self.verify, rows, masks)\n",
+        "            outputs = self._run_verify(self.by_width.get(last - first, self.verify), rows, masks)\n",
+        "tests/yggrt/test_cuda.py::test_nothing_is_captured_before_the_first_token",
+    ),
+    Mutant(
+        "rows of one KV head's queries are mixed up in attention by groups",
+        "yggc/graphs.py",
+        "    grouped = query.reshape(kv_heads, heads // kv_heads * width, dim)\n",
+        "    grouped = query.transpose(1, 2).reshape(kv_heads, heads // kv_heads * width, dim)\n",
+        "tests/yggc/test_cuda_steps.py::test_attention_by_groups_is_attention",
+    ),
+    Mutant(
         "only an iteration's last token is looked at for the end of the text",
         "runtime/yggrt/text.py",
         "if token_id in self._eos_ids:",

@@ -103,6 +103,8 @@ def eager_engine(compiled: Engine, drafter: Checkpoint, verifier: Checkpoint) ->
     """An engine like a bundle's whose steps are transformers' modules, run one operator after another."""
     bundle, decoder = compiled.bundle, compiled.decoder
     assert bundle is not None
+    if decoder.device.type != "cpu":
+        raise YggError("the ablation's eager steps run on the CPU alone; give a bundle that was built for it")
     plan, dtype = bundle.plan, getattr(torch, bundle.manifest.dtype)
     limits = decoder.verify.limits, decoder.draft.limits
     verify = verify_step(load_model(verifier, dtype), compiled.vocab_size, limits[0])

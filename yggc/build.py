@@ -28,7 +28,7 @@ from yggc import (
     train_depth,
 )
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
-from yggc.config import DEFAULT_MAX_CONTEXT, ROOM, BuildOptions, Room
+from yggc.config import DEFAULT_MAX_CONTEXT, SIZES, BuildOptions, Sizes
 from yggc.decide import ChosenSchedule, Decision, Forecast, TriedTree
 from yggc.emit import emit_bundle, make_plan, text_spec
 from yggc.inspect import PairSpec, inspect_pair, preflight
@@ -43,6 +43,7 @@ from yggc.versions import check_versions
 from yggrt import depth, executor, lanes, latency, pace, wire
 from yggrt import schedule as rt_schedule
 from yggrt.bundle import table_tensor
+from yggrt.cuda import unverified
 from yggrt.engine import Engine
 from yggrt.errors import BuildError, PairError
 from yggrt.plan import MANIFEST_FILE, CalibrationRecord, Plan, read_plan
@@ -102,7 +103,7 @@ class Build:
             preflight(pair, self.options.dtype, place if place.is_dir() else self.cache.root, self.cache.root)
         for checkpoint in (self.drafter, self.verifier):
             remember_source(self.cache.root, checkpoint.fingerprint, checkpoint.source)
-        for notice in pair.notices:
+        for notice in [*pair.notices, *unverified(self.target.kind, self.target.sku)]:
             self._notice(notice)
         if self.given is not None:
             _check_plan(self.given, self.drafter, self.verifier)
@@ -184,8 +185,8 @@ class Build:
         return compile_kernels_once(self.cache, self.progress, self.target) if self.target.kind == "cpu" else None
 
     @property
-    def room(self) -> Room:
-        return ROOM[self.target.kind]
+    def sizes(self) -> Sizes:
+        return SIZES[self.target.kind]
 
     @cached_property
     def compiled(self) -> tuple[CompiledStep, ...]:
@@ -193,7 +194,7 @@ class Build:
         wanted = [self._wanted("verify", None), self._wanted("draft", self.vocabulary)]
         if self.given is None and self.vocabulary is not None:
             wanted.append(self._wanted("draft", None))
-        wanted += [self._wanted(f"verify.w{width}", None) for width in self.room.fixed_widths]
+        wanted += [self._wanted(f"verify.w{width}", None) for width in self.sizes.fixed_widths]
         return tuple(compile_steps(self.cache, self.progress, wanted, self.kernels))
 
     @property
@@ -261,7 +262,7 @@ class Build:
         return wire.read_file(PROFILE_FORMAT, LatencyProfile, entry / "profile.ygg")
 
     def _measure_steps(self) -> LatencyProfile:
-        return profile.measure_steps(self.step_engine, self.whole_head_engine, self.room.verify_widths)
+        return profile.measure_steps(self.step_engine, self.whole_head_engine, self.sizes.verify_widths)
 
     def _measured(self, stage: str, *sources: object, **more: object) -> Path:
         """The entry of a stage that depends on the compiled steps."""
@@ -443,9 +444,8 @@ def _options_of(plan: Plan, options: BuildOptions) -> BuildOptions:
             raise ValueError(
                 f"--{name} {wanted} was given, the plan says {planned}; leave it out, or build without --plan"
             )
-    return replace(
-        options, target=plan.target, dtype=plan.dtype, max_context=plan.max_context, num_threads=plan.num_threads
-    )
+    target = options.target if options.target.split(":")[0] == plan.target else plan.target  # with its index
+    return replace(options, target=target, dtype=plan.dtype, max_context=plan.max_context, num_threads=plan.num_threads)
 
 
 def _check_plan(plan: Plan, drafter: Checkpoint, verifier: Checkpoint) -> None:

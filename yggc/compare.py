@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import transformers
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import is_sklearn_available
@@ -145,6 +146,8 @@ class Ways:
 
     def __init__(self, engine: Engine, drafter: PreTrainedModel, verifier: PreTrainedModel) -> None:
         self.engine = engine
+        for model in (drafter, verifier):
+            nn.Module.to(model, engine.decoder.device)
         self.drafter = drafter
         self.verifier = verifier
         settings = {name: getattr(drafter.generation_config, name, None) for name in ASSISTANT_SETTINGS}
@@ -159,7 +162,7 @@ class Ways:
             found = self.engine.generate(prompt_ids, max_new_tokens=max_new_tokens, plain=way == "plain")
             ids, stats = found.token_ids, found.stats
             return Answer(ids, found.gaps, stats.ttft_s or 0.0, stats.tpot_s, stats.iterations, len(ids) - 1)
-        inputs = torch.tensor([prompt_ids])
+        inputs = torch.tensor([prompt_ids], device=self.engine.decoder.device)
         clock = TokenClock()
         generate: Any = self.verifier.generate  # its type is lost
         try:

@@ -18,7 +18,7 @@ SMALLEST_CONTEXT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Sizes:
     """What is compiled for a kind of device.
 
     draft_width:   the largest W_d.      most_nodes: of a tree, root included, in artifacts and KV buffers.
@@ -34,9 +34,9 @@ class Room:
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 """On the CPU float32 costs no more memory traffic than the checkpoint; on a GPU twice as much as bfloat16."""
 
-ROOM = {
-    "cpu": Room(8, 33, (1, 2, 3, 4, 6, 8, 12, 16, 24), ()),
-    "cuda": Room(16, 65, (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64)),
+SIZES = {
+    "cpu": Sizes(8, 33, (1, 2, 3, 4, 6, 8, 12, 16, 24), ()),
+    "cuda": Sizes(16, 65, (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64)),
 }
 
 

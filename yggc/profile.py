@@ -16,7 +16,7 @@ from statistics import median
 from time import monotonic, perf_counter, sleep
 from typing import TypeVar
 
-from yggc.config import DRAFT_WIDTHS, ROOM
+from yggc.config import DRAFT_WIDTHS, SIZES
 from yggrt.artifacts import Step
 from yggrt.engine import Engine, GenerationStats
 from yggrt.executor import Decoder
@@ -85,7 +85,7 @@ class Timing:
 
 
 def measure_steps(
-    engine: Engine, whole_head: Engine | None = None, verify_widths: Sequence[int] = ROOM["cpu"].verify_widths
+    engine: Engine, whole_head: Engine | None = None, verify_widths: Sequence[int] = SIZES["cpu"].verify_widths
 ) -> LatencyProfile:
     """Time `verify` by width, drafts by width and depth, and the host's share, at every extent the context holds.
 

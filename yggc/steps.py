@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from yggc import export, graphs, lowering, packing, self_check
 from yggc import kernels as kernels_module
 from yggc.checkpoints import Checkpoint, affine_weights, load_model, open_checkpoint
-from yggc.config import DRAFT_WIDTHS, ROOM, BuildOptions, draft_depths, usable_cores
+from yggc.config import DRAFT_WIDTHS, SIZES, BuildOptions, draft_depths, usable_cores
 from yggc.kernels import TAG, compile_kernels
 from yggc.lowering import lower_to_kernels
 from yggc.packing import AffineWeights, round_to_levels
@@ -156,15 +156,15 @@ def step_limits(target: str, max_context: int, context: int, vocab_size: int) ->
 
     target: the kind of device. vocab_size: tokens the model's output layer scores.
     """
-    room = ROOM[target]
-    deepest = {width: draft_depths(width, room.most_nodes)[-1] for width in DRAFT_WIDTHS if width <= room.draft_width}
+    sizes = SIZES[target]
+    deepest = {width: draft_depths(width, sizes.most_nodes)[-1] for width in DRAFT_WIDTHS if width <= sizes.draft_width}
     return StepLimits(
-        kv_rows=rows_needed(min(max_context, context), room.most_nodes),
+        kv_rows=rows_needed(min(max_context, context), sizes.most_nodes),
         max_width=PREFILL_WIDTH,
         max_moves=max(deepest.values()),
-        max_nodes=room.most_nodes,
+        max_nodes=sizes.most_nodes,
         pool_size=max(TreeShape(width, depth, 1).pool_size for width, depth in deepest.items()),
-        num_children=min(room.draft_width, vocab_size),
+        num_children=min(sizes.draft_width, vocab_size),
         num_knots=NUM_KNOTS,
     )
 

@@ -68,11 +68,13 @@ def run_bench(
     floor: float | None,
     shape: TreeShape | None = None,
     turns: int = 1,
+    device: str | None = None,
 ) -> int:
     """Bench a bundle, print a table, write JSON.
 
     shape: a tree for every iteration, in place of what the plan chooses.
     turns: how often every prompt is answered both ways; each counts.
+    device: as for `yggrt.load`.
 
     Returns 1 when the two ways differ beyond a near tie, or the median speedup is below `floor`.
     """
@@ -85,7 +87,7 @@ def run_bench(
     chosen = spread_over_categories(read_prompts(prompts), limit)
     if output is not None and not output.resolve().parent.is_dir():
         raise ValueError(f"{output.resolve().parent} does not exist; the figures cannot be written to {output}")
-    engine = load(path)
+    engine = load(path, device)
     assert engine.bundle is not None
     if shape is not None:
         use_shape(engine, shape)

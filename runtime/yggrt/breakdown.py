@@ -70,7 +70,7 @@ def measure(engine: Engine) -> Breakdown:
     threads_before = torch.get_num_threads()
     torch.set_num_threads(engine.num_threads)
     try:
-        bandwidth = read_bandwidth()
+        bandwidth = read_bandwidth(decoder.device)
         tokens = [
             token % engine.vocab_size
             for token in range(1000, 1000 + EXTENT - max(each.capacity for each in shapes) - 8)
@@ -87,10 +87,10 @@ def measure(engine: Engine) -> Breakdown:
         torch.set_num_threads(threads_before)
 
 
-def read_bandwidth() -> float:
-    """Bytes per second at which all threads together read memory: the best of several sums over a large buffer."""
-    buffer = torch.ones(BANDWIDTH_BYTES // 4)
-    best = min(_seconds(lambda: buffer.sum()) for _ in range(7))
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second at which all of a device reads its memory: the best of several sums over a large buffer."""
+    buffer = torch.ones(BANDWIDTH_BYTES // 4, device=device)
+    best = min(_seconds(lambda: buffer.sum().item()) for _ in range(7))
     return BANDWIDTH_BYTES / best
 
 

@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--seed", type=int, metavar="N", help="the same text each time; default another")
     run.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
+    _add_device(run)
     run.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, in Chrome's trace format")
     run.set_defaults(handler=_run)
 
@@ -59,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--floor", type=float, metavar="X", help="exit 1 when the median speedup is below X")
     bench.add_argument("--shape", metavar="W,D,V", help="this tree in every iteration, whatever the plan says")
     bench.add_argument("--breakdown", action="store_true", help="where the time of a step goes, instead of prompts")
+    _add_device(bench)
     bench.set_defaults(handler=_bench)
 
     show = commands.add_parser("show", help="what a bundle holds")
@@ -68,8 +70,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="would it load here, and why not")
     check.add_argument("bundle", type=Path)
+    _add_device(check)
     check.set_defaults(handler=_check)
     return parser
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="D", help="cuda:N for a bundle that was built for cuda; default cuda:0")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +151,7 @@ def _run(options: argparse.Namespace) -> int:
     if waiting:
         print(f"loading {options.bundle}", end="", file=sys.stderr, flush=True)
     try:
-        engine = load(options.bundle)
+        engine = load(options.bundle, options.device)
     finally:
         if waiting:
             print(ERASE_LINE, end="", file=sys.stderr, flush=True)
@@ -245,7 +252,7 @@ def _bench(options: argparse.Namespace) -> int:
         from yggrt.breakdown import describe, measure
         from yggrt.bundle import load
 
-        print(describe(measure(load(options.bundle))))
+        print(describe(measure(load(options.bundle, options.device))))
         return 0
     from yggrt.bench import read_shape, run_bench
 
@@ -254,7 +261,7 @@ def _bench(options: argparse.Namespace) -> int:
     shape = None if options.shape is None else read_shape(options.shape)
     return run_bench(
         options.bundle, options.prompts, options.limit, options.max_new_tokens, options.json, options.floor, shape,
-        options.turns,
+        options.turns, options.device,
     )  # fmt: skip
 
 
@@ -274,7 +281,7 @@ def _show(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from yggrt.bundle import check_bundle
 
-    bundle, _ = check_bundle(options.bundle)
+    bundle, _ = check_bundle(options.bundle, options.device)
     print(f"{options.bundle} loads here: {bundle.manifest.sku}, torch {bundle.manifest.torch_version}, all files whole")
     for notice in bundle.notices:
         print(f"note: {notice}")

@@ -3,7 +3,7 @@
 A call is one launch and one wait. What a step takes is written into one block of pinned memory; a CUDA graph copies the
 block to the device, runs the step and copies what the host reads back into another block. A step of fixed size has a
 graph for every extent that comes a second time; prompts are read by the others, so that no first token waits for a
-capture. Unverified: nothing here has run on a GPU yet; `tests/gpu/check.sh` runs it.
+capture.
 
 Invariant: a call returns when the device has finished, so the next may be given the same blocks.
 """
@@ -21,6 +21,9 @@ from torch import Tensor
 
 from yggrt.artifacts import RunStep, TensorSpec
 
+VERIFIED_ON: tuple[str, ...] = ()
+"""SKU keys of the GPUs on which `tests/gpu/check.sh` has passed. On others nobody has seen this code run."""
+
 MOST_GRAPHS = 64
 """Kept at a time; the one that was used the longest ago makes room."""
 
@@ -32,6 +35,13 @@ CONSTANT = ("depth_first", "depth_second", "acceptance_table")
 
 ALIGNMENT = 256
 """Bytes; every tensor of a block begins at a multiple of it."""
+
+
+def unverified(kind: str, sku: str) -> list[str]:
+    """What to tell of a device on which the project's own checks have not been run: a line or none."""
+    if kind != "cuda" or sku in VERIFIED_ON:
+        return []
+    return [f"the CUDA target has never been checked on {sku}; tests/gpu/check.sh does that"]
 
 
 class Device(Protocol):

@@ -232,6 +232,11 @@ class Decoder:
         self._guessed: NextHead | None = None  # that came true: the root of the next iteration, drafted already
         self._ranges: dict[tuple[int, int], Tensor] = {}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the steps run."""
+        return self.verifier_cache.buffers[0].device
+
     def reset(self) -> None:
         """Start a new sequence."""
         self.verifier_cache.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from yggrt.bundle import Bundle
+from yggrt.cuda import unverified
 from yggrt.pace import depths_to_fall_back_to
 from yggrt.plan import DepthFigures, ModelIdentity, Plan
 from yggrt.schedule import describe_schedule
@@ -16,6 +17,7 @@ def describe(bundle: Bundle) -> str:
         f"verifier    {_model(plan.verifier)}",
         f"drafter     {_model(plan.drafter)}",
         f"made for    {plan.sku}, {plan.num_threads} threads, {plan.dtype}, torch {manifest.torch_version}",
+        *(f"unverified  {line}" for line in unverified(plan.target, plan.sku)),
         f"context     {plan.max_context} tokens, prompt included",
         f"tree        {_tree(plan)}",
         f"depth       {describe_depth(plan)}",

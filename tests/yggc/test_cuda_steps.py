@@ -24,7 +24,7 @@ from tests.yggc.test_lowering import (
     verify_arguments,
 )
 from yggc.cli import main
-from yggc.config import DRAFT_WIDTHS, ROOM, BuildOptions
+from yggc.config import DRAFT_WIDTHS, SIZES, BuildOptions
 from yggc.export import (
     StepModule,
     allocate_kv,
@@ -179,7 +179,7 @@ def test_a_compiled_step_of_fixed_width_uses_the_weights_of_the_other(tmp_path):
 def test_what_is_compiled_for_a_gpu_holds_the_papers_best_tree():
     limits = step_limits("cuda", 8192, 8192, 32000)
     assert limits.max_nodes == 65 and limits.num_children == 16 and limits.max_moves >= 8
-    assert set(ROOM["cuda"].fixed_widths) == {1, 2, 4, 8, 16, 32, 64}
+    assert set(SIZES["cuda"].fixed_widths) == {1, 2, 4, 8, 16, 32, 64}
     small = step_limits("cpu", 8192, 8192, 32000)
     assert small.max_nodes == 33 and small.num_children == 8 and max(DRAFT_WIDTHS) == 16
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests import toy
 from tests.test_lossless import make_sliding, prompt_of
+from tests.yggrt.test_plan import sample_manifest, sample_plan
 from yggc.export import draft_pass, eager_run, fused_draft, hidden_size, verify_step
+from yggrt import cuda
 from yggrt.artifacts import DRAFT_OUTPUTS, FUSED_DRAFT_OUTPUTS, VERIFY_OUTPUTS, Step, TensorSpec, attention_windows
+from yggrt.bundle import Bundle
 from yggrt.cuda import MOST_GRAPHS, DeviceStep, Graphs, extent_buckets
 from yggrt.engine import Engine
 from yggrt.executor import Decoder
 from yggrt.kvcache import KvCache
 from yggrt.loader import interface_of, is_fixed
+from yggrt.plan import decode_manifest, encode_manifest
+from yggrt.show import describe
 from yggrt.tree import TreeShape
 
 SHAPE = TreeShape(2, 3, 6)
@@ -207,3 +214,29 @@ def test_a_cache_reads_the_smallest_extent_that_holds_its_rows():
     )
     assert all(cache.extent(rows) >= rows for rows in range(1, limits.kv_rows))
     assert {cache.extent(rows) for rows in range(1, limits.kv_rows)} == set(cache.extents)
+
+
+def test_a_card_on_which_nothing_was_checked_is_told_of(monkeypatch):
+    plan, manifest = sample_plan(), sample_manifest()
+    assert "unverified" not in describe(Bundle(Path("b"), manifest, plan, ()))
+    plan = replace(plan, target="cuda", sku="nvidia-h200")
+    assert "checked on nvidia-h200; tests/gpu/check.sh does that" in describe(Bundle(Path("b"), manifest, plan, ()))
+    monkeypatch.setattr(cuda, "VERIFIED_ON", ("nvidia-h200",))
+    assert "unverified" not in describe(Bundle(Path("b"), manifest, plan, ()))
+
+
+def test_a_bundle_for_a_gpu_has_steps_of_fixed_width_and_no_kernels():
+    manifest = sample_manifest()
+    verify = replace(manifest.artifacts[0], role="verify.w8", file="verify.w8.pt2")
+    found = replace(
+        manifest, target="cuda", architecture="sm_90", instruction_set=(), kernels=None, driver="580.65.06",
+        artifacts=(*manifest.artifacts, verify),
+    )  # fmt: skip
+    assert decode_manifest(encode_manifest(found)) == found
+    for target, kernels in (("cpu", None), ("cuda", "kernels.so")):
+        with pytest.raises(ValueError, match="a bundle for the CPU names its kernels, no other does"):
+            replace(manifest, target=target, kernels=kernels)
+    with pytest.raises(
+        ValueError, match="role 'verify.w0'; known: verify, verify.wN, draft, draft.dN"
+    ):
+        replace(verify, role="verify.w0")

@@ -1,0 +1,141 @@
+"""On a GPU: a toy pair built for it says what its verifier says, however it is launched."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+import yggrt
+from tests import toy
+from tests.yggc.checkpoint_makers import make_tokenizer, write_checkpoint
+from yggc.cli import main
+from yggrt.errors import TargetMismatchError
+from yggrt.plan import DraftGraph, TreePolicy, read_plan, write_plan
+from yggrt.schedule import sequential_schedule
+from yggrt.tree import TreeShape
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+DEPTHS = (1, 2, 4, 8)
+NEAR_TIE = 1e-3
+"""Top-2 gap under which texts may part: a GPU adds up in another order at every width."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """(bundle, folder of the verifier): built by a search, then again with fused drafts of all depths."""
+    folder = tmp_path_factory.mktemp("gpu")
+    tokenizer = make_tokenizer()
+    verifier = toy.make_llama(0, vocab_size=tokenizer.get_vocab_size() + 4)
+    write_checkpoint(folder / "verifier", verifier, tokenizer)
+    write_checkpoint(folder / "drafter", toy.make_drafter("sometimes", verifier), tokenizer)
+    prompts = folder / "prompts.jsonl"
+    texts = (
+        "the world tree",
+        "a small model drafts",
+        "def add(a, b):",
+        "one two three",
+        "the verifier decides",
+        "a b c",
+    )
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    arguments = ["build", "--drafter", str(folder / "drafter"), "--verifier", str(folder / "verifier")]
+    arguments += ["--target", "cuda:0"]
+    searched, bundle, plan_file = folder / "searched.bundle", folder / "fused.bundle", folder / "fused.ygg"
+    assert main([*arguments, "-o", str(searched), "--dtype", "float32", "--prompts", str(prompts)]) == 0
+    plan = read_plan(searched / "plan.ygg")
+    children = plan.acceptance_table.num_ranks
+    policy = TreePolicy(
+        4, (0, *DEPTHS), (1, 2, 4, 8, 16, 32), children, plan.policy.draft_vocabulary, TreeShape(4, 8, 32)
+    )
+    graphs = tuple(DraftGraph(depth, True, 0.002, 0.001) for depth in DEPTHS)
+    plan = replace(
+        plan, policy=policy, draft_graphs=graphs, token_s=None, depth_network=None, depth_figures=None,
+        prediction=None, schedule=sequential_schedule(plan.num_threads), schedule_study=None,
+    )  # fmt: skip
+    write_plan(plan_file, plan)
+    assert main([*arguments, "-o", str(bundle), "--plan", str(plan_file)]) == 0
+    return bundle, folder / "verifier"
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["graphs", "no graphs"])
+def engine(pair, request):
+    return yggrt.load(pair[0], "cuda:0", request.param)
+
+
+@pytest.fixture(scope="module")
+def model(pair):
+    return AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32).eval().cuda()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(3, 300) for _ in range(length)]
+
+
+def assert_same(found, expected, gaps) -> None:
+    """The same tokens, up to a near tie."""
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if one != other:
+            assert gaps[place] < NEAR_TIE, f"token {place} differs where the two best logits are {gaps[place]} apart"
+            return
+
+
+@pytest.mark.parametrize("length", [1, 5, 40, 300])
+def test_plain_decoding_says_what_transformers_says(engine, model, length):
+    prompt, vocab_size = prompt_of(length, length), 300
+    found = engine.generate(prompt, max_new_tokens=40, ignore_eos=True, plain=True)
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(40):
+            logits = model(torch.tensor([ids], device="cuda"), use_cache=False).logits[0, -1, :vocab_size]
+            ids.append(int(logits.argmax()))
+    assert_same(found.token_ids, ids[length:], found.gaps)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("length", [1, 40, 300])
+def test_every_depth_says_what_plain_decoding_says(engine, depth, length):
+    engine.pace = None
+    prompt = prompt_of(length, length)
+    plain = engine.generate(prompt, max_new_tokens=120, ignore_eos=True, plain=True)
+    for width in (2, 4, 8, 32):
+        engine.shape = TreeShape(4, depth, min(width, 1 + 4 * depth))
+        for _ in range(3):  # run, captured, launched
+            found = engine.generate(prompt, max_new_tokens=120, ignore_eos=True)
+            assert_same(found.token_ids, plain.token_ids, plain.gaps)
+        assert found.stats.acceptance_length > 1.0
+
+
+def test_drawn_text_is_that_of_plain_decoding(engine):
+    engine.pace, engine.shape = None, TreeShape(4, 4, 16)
+    for seed in range(3):
+        options = {"max_new_tokens": 40, "temperature": 0.8, "seed": seed, "ignore_eos": True}
+        plain = engine.generate(prompt_of(9, seed), plain=True, **options)
+        assert engine.generate(prompt_of(9, seed), **options).token_ids == plain.token_ids
+
+
+def test_devices_are_honoured(pair):
+    last = torch.cuda.device_count() - 1
+    engine = yggrt.load(pair[0], f"cuda:{last}")
+    assert engine.decoder.device == torch.device("cuda", last)
+    assert len(engine.generate(prompt_of(5), max_new_tokens=20, ignore_eos=True).token_ids) == 20
+    with pytest.raises(TargetMismatchError, match=f"cuda:{last + 1} was asked for"):
+        yggrt.load(pair[0], f"cuda:{last + 1}")
+    with pytest.raises(TargetMismatchError, match="compiled for cuda"):
+        yggrt.load(pair[0], "cpu")
+
+
+def test_a_bundle_is_its_weights_and_code(pair):
+    model = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32)
+    unique = sum({each.data_ptr(): each.numel() * 4 for each in model.parameters()}.values())
+    with safe_open(pair[0] / "verify.weights", "pt") as file:
+        tensors = [file.get_tensor(name) for name in file.offset_keys()]
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert kept <= 1.1 * unique
