@@ -236,7 +236,5 @@ def test_a_bundle_for_a_gpu_has_steps_of_fixed_width_and_no_kernels():
     for target, kernels in (("cpu", None), ("cuda", "kernels.so")):
         with pytest.raises(ValueError, match="a bundle for the CPU names its kernels, no other does"):
             replace(manifest, target=target, kernels=kernels)
-    with pytest.raises(
-        ValueError, match="role 'verify.w0'; known: verify, verify.wN, draft, draft.dN"
-    ):
+    with pytest.raises(ValueError, match="role 'verify.w0'; known: verify, verify.wN, draft, draft.dN"):
         replace(verify, role="verify.w0")
