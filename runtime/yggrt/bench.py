@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -162,6 +162,7 @@ def use_shape(engine: Engine, shape: TreeShape) -> None:
             f"nodes, {limits.max_moves} passes and {limits.pool_size} candidates between them were compiled"
         )
     engine.shape, engine.pace = shape, None
+    engine.use_schedule(replace(engine.executor.schedule, verify_width=None))  # the shape's own, whatever the plan's is
 
 
 def read_shape(text: str) -> TreeShape:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests import toy
-from yggrt.bench import BenchPrompt, Pair, first_difference, read_prompts, spread_over_categories
+from yggrt.bench import BenchPrompt, Pair, first_difference, read_prompts, spread_over_categories, use_shape
+from yggrt.schedule import sequential_schedule
 from yggrt.tree import TreeShape
 
 
@@ -41,3 +42,13 @@ def test_a_bad_line_is_named(tmp_path, line):
     path.write_text(json.dumps({"prompt": "fine"}) + "\n" + line)
     with pytest.raises(ValueError, match="line 2"):
         read_prompts(path)
+
+
+def test_a_shape_holds_whatever_width_the_plans_schedule_has(verifier):
+    """A fused schedule verifies its own number of rows; a shape that was asked for is taken as it is."""
+    engine = toy.make_engine(verifier, verifier, TreeShape(2, 3, 7))
+    engine.use_schedule(replace(sequential_schedule(1), verify_width=2))
+    narrow = engine.generate([5, 6, 7], max_new_tokens=30, ignore_eos=True).stats
+    use_shape(engine, TreeShape(2, 3, 7))
+    wide = engine.generate([5, 6, 7], max_new_tokens=30, ignore_eos=True).stats
+    assert len(narrow.acceptance_histogram) - 1 <= 2 < len(wide.acceptance_histogram) - 1
