@@ -274,8 +274,9 @@ def simulate_bundle(
     found = []
     for wanted in shapes or (None,):
         shape = plan.policy.default_shape if wanted is None else wanted
-        widths = plan.policy.verify_widths if wanted is None else (shape.verify_width,)
-        prices = Prices(times, plan.host, plan.plain_width, widths, plan.token_s if wanted is None else None)
+        fixed = plan.schedule.verify_width if wanted is None else shape.verify_width
+        widths = plan.policy.verify_widths if fixed is None else (fixed,)
+        prices = Prices(times, plan.host, plan.plain_width, widths, plan.token_s if fixed is None else None)
         pace = engine.pace if wanted is None else None
         grown = [grow_text(engine, text, replace(shape, verify_width=1), table) for text in texts]
         simulated = add_up([replay(each, shape.draft_depth, prices, pace) for each in grown])

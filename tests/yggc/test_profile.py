@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from time import sleep
+
 import pytest
 
 from tests import toy
@@ -70,6 +73,29 @@ def test_some_delayed_calls_do_not_move_an_estimate(clock):
 def test_work_that_goes_on_after_a_call_returned_is_measured(clock):
     timed = time_in_turns({"step": lambda: clock.leave_running(5 * STEP_S)}, synchronize=clock.synchronize)
     assert timed["step"].seconds == pytest.approx(5 * STEP_S, rel=0.05)
+
+
+def test_only_what_counts_is_a_steps_time(verifier):
+    """The host's share of an iteration is measured apart; in a step's time too it would count twice."""
+    engine = toy.make_engine(verifier, verifier, TreeShape(4, 2, 9), max_context=160)
+    decoder = engine.decoder
+    slow = {name: decoder.stages[name] for name in ("prune", "accept")}
+    waited = 0.01
+
+    def waiting(name: str):
+        def stage(iteration) -> None:
+            sleep(waited)
+            slow[name](iteration)
+
+        return stage
+
+    decoder.stages = {**decoder.stages, **{name: waiting(name) for name in slow}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "time_in_turns", partial(time_in_turns, repeats=1))
+        patch.setattr(profile, "HOST_REPEATS", 1)
+        found = measure_steps(engine)
+    assert all(point.seconds < waited for point in found.points if point.role == "verify")
+    assert found.host.speculative_s > waited and found.host.plain_s > waited
 
 
 @pytest.mark.field(30)
