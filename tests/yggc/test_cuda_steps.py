@@ -6,6 +6,8 @@ The same values in torch's own operators, traced and, for the CPU in a GPU's ste
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.export import ExportedProgram
 
 from tests import toy
 from tests.test_lossless import prompt_of
+from tests.yggc.checkpoint_makers import write_pair
 from tests.yggc.test_lowering import (
     FAMILIES,
     KEPT,
@@ -23,6 +26,8 @@ from tests.yggc.test_lowering import (
     draft_arguments,
     verify_arguments,
 )
+from tests.yggrt.test_target import pretend_gpu
+from yggc import build
 from yggc.cli import main
 from yggc.config import DRAFT_WIDTHS, SIZES, BuildOptions
 from yggc.export import (
@@ -39,11 +44,13 @@ from yggc.export import (
 )
 from yggc.graphs import TORCH, best_children, grouped_attention, largest_first, sdpa
 from yggc.kernels import OPERATORS
-from yggc.steps import step_limits
+from yggc.progress import Progress
+from yggc.steps import CompiledStep, WantedStep, step_limits
 from yggrt.artifacts import MASK_VALUE, Step, load_package, load_weights
 from yggrt.engine import Engine
 from yggrt.executor import Decoder
 from yggrt.kvcache import KvCache
+from yggrt.plan import TreePolicy
 from yggrt.tree import TreeShape
 
 CPU = torch.device("cpu")
@@ -198,3 +205,29 @@ def test_a_build_for_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys, targe
     assert main(["build", *pair, "--target", target]) == 1
     name = target if ":" in target else f"{target}:0"
     assert f"{name} was asked for; torch {torch.__version__} finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_a_build_for_a_gpu_wants_every_width_and_depth_and_no_kernels(tmp_path, monkeypatch):
+    """Which artifacts are asked for; compiling them needs the card."""
+    pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
+    monkeypatch.setenv("YGG_CACHE", str(tmp_path / "cache"))
+    drafter, verifier = write_pair(tmp_path)
+    asked: list[WantedStep] = []
+
+    def record(_cache, _progress, wanted, kernels):
+        assert kernels is None
+        asked.extend(wanted)
+        return [CompiledStep(each.role, each.limits, each.vocabulary, Path(), None, (), 1) for each in wanted]
+
+    monkeypatch.setattr(build, "compile_steps", record)
+    made = build.Build(BuildOptions(str(drafter), str(verifier), target="cuda:0"), Progress())
+    widths = [f"verify.w{width}" for width in SIZES["cuda"].fixed_widths]
+    assert [step.role for step in made.compiled if step.width is not None] == widths
+    assert [step.role for step in made._with_verify(made.drafts[0])] == ["verify", "draft", *widths]
+    shape = TreeShape(4, 4, 8)
+    decision = SimpleNamespace(policy=TreePolicy(4, (0, 1, 2, 4), (1, 8), 8, None, shape))
+    monkeypatch.setattr(build.Build, "decision", decision)
+    assert [step.depth for step in made.fused_steps] == [1, 2, 4]
+    assert {each.device for each in asked} == {"cuda:0"} and {each.dtype for each in asked} == {"bfloat16"}
+    assert len({each.entry for each in asked}) == len(asked)
+    assert any("never been checked on nvidia-h200" in notice for notice in made.notices)
