@@ -48,11 +48,21 @@ class StepLoader:
         self.target, self.dtype, self.uses_graphs = target, dtype, uses_graphs
         if kernels is not None:
             load_kernels(kernels)
-        self._cuda = None if target.kind == "cpu" else (CudaDevice(target.device_index), Graphs())
+        self._devices: dict[str, CudaDevice] = {}
+        if target.kind == "cuda":
+            self._devices = {model: CudaDevice(target.device_index) for model in ("verify", "draft")}
+        self._graphs = Graphs()
 
     def weights(self, path: Path) -> dict[str, Tensor]:
         """A model's constants, once for all its artifacts."""
-        return load_weights(path, self.target.device)
+        found = load_weights(path, self.target.device)
+        self._settle()
+        return found
+
+    def _settle(self) -> None:
+        """What was made on a GPU is there for all streams."""
+        if self._devices:
+            torch.cuda.synchronize(self.target.device_index)
 
     def step(
         self,
@@ -65,19 +75,20 @@ class StepLoader:
     ) -> Step:
         """An artifact. windows, hidden_size: of the verifier."""
         inputs, outputs = interface_of(role, limits, self.dtype, windows, hidden_size)
-        if self._cuda is None:
+        if not self._devices:
             return Step(role, load_package(package, weights), inputs, limits)
-        device, graphs = self._cuda
-        run = load_package(package, weights, self.target.device_index)
+        run, device = load_package(package, weights, self.target.device_index), self._devices[role.split(".")[0]]
         uses_graphs = self.uses_graphs and is_fixed(role)
-        return Step(role, DeviceStep(run, inputs, outputs, device, graphs, uses_graphs), inputs, limits)
+        return Step(role, DeviceStep(run, inputs, outputs, device, self._graphs, uses_graphs), inputs, limits)
 
     def cache(self, layouts: tuple[LayerLayout, ...], limits: StepLimits) -> KvCache:
         """Empty KV buffers of a model, on the device."""
         extents: tuple[int, ...] = ()
-        if self._cuda is not None:
+        if self._devices:
             extents = extent_buckets(limits.kv_rows - 1, SMALLEST_EXTENT, EXTENT_BUCKET)
-        return KvCache(layouts, limits, self.dtype, torch.device(self.target.device), extents)
+        made = KvCache(layouts, limits, self.dtype, torch.device(self.target.device), extents)
+        self._settle()
+        return made
 
 
 def is_fixed(role: str) -> bool:

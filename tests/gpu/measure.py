@@ -148,6 +148,7 @@ def measure(figures: dict, packages: dict, others: dict, sizes: dict, target: An
         | {name: value.to(device) for name, value in others[role].items()}
         for role, step in modules.items()
     }
+    torch.cuda.synchronize()  # the engines' streams wait for nothing but their own
     limits, layouts = modules["verify"].limits, {role: step.layouts for role, step in modules.items()}
     windows, width = attention_windows(layouts["verify"]), hidden_size(models["verify"])
 
