@@ -87,14 +87,14 @@ def traced(step: StepModule) -> tuple[StepModule, ExportedProgram]:
     return step, program
 
 
-@pytest.mark.parametrize("width", [None, 5])
+@pytest.mark.parametrize("width", [None, 1, 5])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_traced_steps_compute_what_the_cpus_do(family, width):
     torch.manual_seed(3)
     model = FAMILIES[family]().eval()
     own = verify_step(copy.deepcopy(model), toy.VOCAB_SIZE, LIMITS)
     step, program = traced(verify_step(model, toy.VOCAB_SIZE, LIMITS, width, TORCH))
-    assert step.role == ("verify" if width is None else "verify.w5")
+    assert step.role == ("verify" if width is None else f"verify.w{width}")
     for rows, extent in ((width or 2, 24), (width or 17, LIMITS.kv_rows - 1)):
         flat = verify_arguments(step, rows, extent)
         kept = [torch.randn_like(buffer) for buffer in allocate_kv(step)]
