@@ -74,9 +74,9 @@ MUTANTS = (
         LOSSLESS + "test_every_token_in_turn_as_eos_stops_at_its_first_occurrence",
     ),
     Mutant(
-        "an iteration begins where the text is over, because its end is still to be emitted",
-        "runtime/yggrt/request.py",
-        "                self.ended = True\n",
+        "the text's end that is still to be emitted is forgotten",
+        "runtime/yggrt/engine.py",
+        "                request.emit(last)\n",
         "",
         SCHEDULES + "test_ends_are_where_they_were",
     ),
