@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "a constant input that changed is not copied to the device again",
         "runtime/yggrt/cuda.py",
-        "        elif self._of[name] != version:\n",
-        "        elif self._of[name][0] != version[0]:\n",
+        "            if source is tensor and version == tensor._version:\n",
+        "            if source is tensor:\n",
         "tests/yggrt/test_cuda.py",
     ),
     Mutant(

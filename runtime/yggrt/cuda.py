@@ -138,16 +138,18 @@ class _Constants:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._placed: dict[str, Tensor] = {}
-        self._of: dict[str, tuple[int, int]] = {}
+        self._of: dict[str, tuple[Tensor, int]] = {}  # the tensor itself: another may lie where it lay
 
     def bring(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor on the device: always at the same place, so that graphs may read it."""
-        version = (tensor.data_ptr(), tensor._version)
         if name not in self._placed:
             self._placed[name] = self._device.place(tensor)
-        elif self._of[name] != version:
+        else:
+            source, version = self._of[name]
+            if source is tensor and version == tensor._version:
+                return self._placed[name]
             self._placed[name].copy_(tensor)
-        self._of[name] = version
+        self._of[name] = (tensor, tensor._version)
         return self._placed[name]
 
 

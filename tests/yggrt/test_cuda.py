@@ -180,6 +180,15 @@ def test_a_captured_step_reads_what_it_is_given_now():
     assert all(found.tolist() == expected for found, expected in kept)  # no call writes into another's results
 
 
+def test_a_constant_that_lies_where_another_lay_is_another():
+    """Tables come and go while trees are tried, and memory is used again."""
+    step = counting_step(PretendDevice(), Graphs())
+    rows = torch.zeros(3, dtype=torch.int64)
+    for value in range(50):
+        _, added = step([rows, torch.full((2,), float(value))])
+        assert added.tolist() == [2.0 * value]
+
+
 def test_kinds_of_inputs_have_graphs_of_their_own():
     device, graphs = PretendDevice(), Graphs()
     step, other = counting_step(device, graphs), counting_step(device, graphs)
