@@ -93,6 +93,6 @@ def with_fixed_shape(plan: Plan) -> Plan:
     )  # fmt: skip
     graphs = (DraftGraph(FIXED_SHAPE.draft_depth, True, 0.002, 0.001),)
     return replace(
-        plan, policy=policy, draft_graphs=graphs, token_s=None, depth_network=None, depth_figures=None,
+        plan, policy=policy, draft_graphs=graphs, token_s=None, depth_network=None, depth_figures=None, sampled=(),
         prediction=None, schedule=sequential_schedule(plan.num_threads), schedule_study=None,
     )  # fmt: skip

@@ -52,15 +52,19 @@ def make_drafter(kind: str, verifier: PreTrainedModel) -> PreTrainedModel:
     return drafter
 
 
-def make_limits(shape: TreeShape, max_context: int = MAX_CONTEXT, children: int | None = None) -> StepLimits:
-    """Limits that hold one tree shape. children: K; max(W_d, 8) where not given."""
+def make_limits(
+    shape: TreeShape, max_context: int = MAX_CONTEXT, children: int | None = None, drawn: int = 16
+) -> StepLimits:
+    """Limits that hold one tree shape. children: K; max(W_d, 8) where not given. drawn: M, or K where that is more."""
+    children = children or max(shape.draft_width, 8)
     return StepLimits(
         kv_rows=rows_needed(max_context, shape.capacity),
         max_width=512,
         max_moves=max(shape.draft_depth, 1),
         max_nodes=max(shape.capacity, 2),
         pool_size=shape.pool_size,
-        num_children=children or max(shape.draft_width, 8),
+        num_children=children,
+        num_drawn=max(drawn, children),
         num_knots=NUM_KNOTS,
     )
 
@@ -121,6 +125,13 @@ def table(limits: StepLimits) -> torch.Tensor:
     """An acceptance table that takes the drafter at its word."""
     found = identity_table(limits.num_children, NUM_KNOTS)
     return torch.tensor(found.log_a).view(found.num_ranks, found.num_knots)
+
+
+def slot_table(limits: StepLimits) -> torch.Tensor:
+    """A table for trees that are drawn: a surer drafter's children are worth more, later ones less."""
+    places = torch.arange(limits.num_children)[:, None]
+    sureness = torch.linspace(0.5, 0.9, NUM_KNOTS)[None, :]
+    return torch.log(sureness * 0.5 ** places.float())
 
 
 def hf_greedy(

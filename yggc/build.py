@@ -24,12 +24,13 @@ from yggc import (
     simulate,
     stages,
     steps,
+    temperatures,
     trace,
     train_depth,
 )
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
 from yggc.config import DEFAULT_MAX_CONTEXT, SIZES, BuildOptions, Sizes
-from yggc.decide import ChosenSchedule, Decision, Forecast, TriedTree
+from yggc.decide import ChosenSchedule, Decision, Forecast, SampledPolicies, TriedTree
 from yggc.emit import emit_bundle, make_plan, text_spec
 from yggc.inspect import PairSpec, inspect_pair, preflight
 from yggc.profile import LatencyProfile, wait_until_idle
@@ -40,16 +41,17 @@ from yggc.steps import CompiledStep, WantedStep, compile_kernels_once, compile_s
 from yggc.trace import CalibrationTrace, PromptSet, make_trace, read_prompt_set, read_trace, shipped_prompts
 from yggc.train_depth import DepthStudy
 from yggc.versions import check_versions
-from yggrt import depth, executor, lanes, latency, pace, wire
+from yggrt import accept, depth, executor, lanes, latency, pace, sampling, wire
 from yggrt import schedule as rt_schedule
 from yggrt.bundle import table_tensor
 from yggrt.cuda import unverified
 from yggrt.engine import Engine
 from yggrt.errors import BuildError, PairError
-from yggrt.plan import MANIFEST_FILE, CalibrationRecord, Plan, read_plan
+from yggrt.plan import MANIFEST_FILE, CalibrationRecord, Plan, SampledPolicy, read_plan
 from yggrt.target import Target, detect_target
 
 PROFILE_FORMAT = wire.FileFormat("profile", b"YGGPROF\0", 1, 1, BuildError)
+SAMPLED_FORMAT = wire.FileFormat("sampled policies", b"YGGSMPL\0", 1, 1, BuildError)
 SCHEDULE_FORMAT = wire.FileFormat("schedule", b"YGGSCHD\0", 1, 1, BuildError)
 FORECAST_FORMAT = wire.FileFormat("forecast", b"YGGFCST\0", 1, 1, BuildError)
 DEPTH_FORMAT = wire.FileFormat("depth network", b"YGGDPTH\0", 1, 1, BuildError)
@@ -402,6 +404,26 @@ class Build:
         self._kept(entry, "schedule", 20, run)
         return wire.read_file(SCHEDULE_FORMAT, ChosenSchedule, entry / "schedule.ygg")
 
+    @cached_property
+    def sampled(self) -> tuple[SampledPolicy, ...]:
+        """How to draft above temperature 0; nothing where there is no draft at 0 either."""
+        decision, made = self.settled, self.forecast
+        if decision.policy.default_shape.draft_depth == 0:
+            return ()
+        entry = self._measured(
+            "temperatures", decide, temperatures, calibrate, simulate, search_tree, pace, executor, accept, sampling,
+            forecast=repr(made), decision=repr(decision),
+        )  # fmt: skip
+
+        def run(folder: Path) -> None:
+            engine = self.engine(self.steps)
+            engine.decoder.plain_width = profile.plain_width(made.points)
+            found = decide.draft_at_temperatures(engine, decision, made, self.profile, self.trace, self.progress.say)
+            (folder / "sampled.ygg").write_bytes(wire.encode(SAMPLED_FORMAT, found))
+
+        self._kept(entry, "temperatures", 50, run)
+        return wire.read_file(SAMPLED_FORMAT, SampledPolicies, entry / "sampled.ygg").policies
+
     # ---- emit ----
 
     def plan(self) -> Plan:
@@ -412,7 +434,7 @@ class Build:
         record = CalibrationRecord(self.trace.name, self.trace.sha256, len(self.trace.texts), self.trace.num_tokens)
         return make_plan(
             self.options, self.target, self.steps, (self.drafter, self.verifier), self.max_context, decision,
-            self.depth_study, made, self.profile.host, record, self.chosen_schedule,
+            self.depth_study, made, self.profile.host, record, self.chosen_schedule, self.sampled,
         )  # fmt: skip
 
     def emit(self) -> BuildReport:

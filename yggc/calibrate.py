@@ -25,13 +25,17 @@ SMOOTHING_KNOTS = 0.8
 
 
 def fit_table(texts: Sequence[TracedText], num_ranks: int, num_knots: int) -> AcceptanceTable:
-    """a(rank, q) of these texts, non-decreasing in q. Raises ValueError when there is no text."""
+    """a(rank, q) of these texts. Raises ValueError when there is no text."""
     if not texts:
         raise ValueError("an acceptance table needs at least one text")
-    log_q = np.concatenate([text.child_log_q for text in texts])[:, :num_ranks]
-    hits = np.concatenate(
-        [text.children == np.array(text.answer_ids)[:, None] for text in texts]  # [T, K]
-    )[:, :num_ranks]
+    hits = [text.children == np.array(text.answer_ids)[:, None] for text in texts]  # [T, K]
+    log_q = np.concatenate([text.child_log_q for text in texts])
+    return table_of(log_q, np.concatenate(hits).astype(np.float64), num_ranks, num_knots)
+
+
+def table_of(log_q: NDArray[np.float32], hits: NDArray[np.float64], num_ranks: int, num_knots: int) -> AcceptanceTable:
+    """a(rank, q), non-decreasing in q. log_q: [n, at least K], best first; hits: as many chances to be chosen."""
+    log_q, hits = log_q[:, :num_ranks], hits[:, :num_ranks]
     found = log_q.shape[1]
     q_at_knots = np.exp(np.linspace(LOG_Q_MIN, 0.0, num_knots))
     pooled = _estimate(log_q.ravel(), hits.ravel(), q_at_knots)
@@ -41,10 +45,27 @@ def fit_table(texts: Sequence[TracedText], num_ranks: int, num_knots: int) -> Ac
     return AcceptanceTable(num_ranks, num_knots, LOG_Q_MIN, tuple(float(value) for value in values.ravel()))
 
 
-def _estimate(log_q: NDArray[np.float32], hits: NDArray[np.bool_], prior: NDArray[np.float64]) -> NDArray[np.float64]:
+def by_knots(places: NDArray[np.float64], chances: NDArray[np.float64], num_knots: int) -> NDArray[np.float64]:
+    """Chances as they go with something from LOG_Q_MIN to 0: float64[K, num_knots]. places: [n]; chances: [n, K]."""
+    rows = [
+        np.divide(*_weighed(places, each, np.full(num_knots, each.mean())))  # type: ignore[call-overload]
+        for each in chances.T
+    ]
+    return np.stack(rows)
+
+
+def _estimate(log_q: NDArray[np.float32], hits: NDArray[np.float64], prior: NDArray[np.float64]) -> NDArray[np.float64]:
     """Chance of a hit at every knot: float64[num_knots]. log_q, hits: [n]; prior: [num_knots]."""
+    hit_counts, counts = _weighed(log_q.astype(np.float64), hits, prior)
+    return non_decreasing(hit_counts / counts, counts)
+
+
+def _weighed(
+    places: NDArray[np.float64], hits: NDArray[np.float64], prior: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Hits and positions about every knot, smoothed, with those of the prior."""
     last = prior.size - 1
-    place = np.clip(1.0 - log_q.astype(np.float64) / LOG_Q_MIN, 0.0, 1.0) * last
+    place = np.clip(1.0 - places / LOG_Q_MIN, 0.0, 1.0) * last
     below = np.minimum(np.floor(place).astype(np.int64), last - 1)
     upper = place - below
     counts, hit_counts = np.zeros(prior.size), np.zeros(prior.size)
@@ -54,7 +75,7 @@ def _estimate(log_q: NDArray[np.float32], hits: NDArray[np.bool_], prior: NDArra
     offsets = np.arange(prior.size)
     kernel = np.exp(-0.5 * ((offsets[:, None] - offsets[None, :]) / SMOOTHING_KNOTS) ** 2)
     counts, hit_counts = kernel @ counts, kernel @ hit_counts
-    return non_decreasing((hit_counts + PRIOR_COUNT * prior) / (counts + PRIOR_COUNT), counts + PRIOR_COUNT)
+    return hit_counts + PRIOR_COUNT * prior, counts + PRIOR_COUNT
 
 
 def non_decreasing(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:

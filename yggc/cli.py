@@ -63,6 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--ablation", action="store_true", help="instead, what compilation, pruning, learned depth and schedule add"
     )
+    compare.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="above 0: the plan's ways to draft there; default 0"
+    )
     compare.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     compare.add_argument("--drafter", metavar="D", help="default: what the bundle was built from on this machine")
     compare.add_argument("--verifier", metavar="V", help="likewise")
@@ -278,6 +281,7 @@ def _compare(options: argparse.Namespace) -> int:
         output=options.json,
         drafter=options.drafter,
         verifier=options.verifier,
+        temperature=options.temperature,
     )
     run, show = (ablate, format_ablation) if options.ablation else (compare, format_table)
     report = run(wanted, lambda line: print(line, file=sys.stderr, flush=True))

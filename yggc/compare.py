@@ -1,14 +1,16 @@
 """`yggc compare`: a bundle against its own checkpoints in transformers. It stays the one way to compare.
 
-Four ways answer every prompt: the engine plainly and speculatively, transformers' greedy `generate`, and its assisted
-generation with the same drafter at its default schedule. Invariant: all four get the same token ids, budget, end
-tokens, dtype and threads, and none of the generation settings of a checkpoint that would change its greedy text.
+Four ways answer every prompt. At temperature 0: the engine plainly and speculatively, transformers' greedy `generate`,
+and its assisted generation with the same drafter at its default schedule. Above it: the engine plainly and in the ways
+to draft that the plan holds. Invariant: all four get the same token ids, budget, end tokens, dtype and threads, and
+none of the generation settings of a checkpoint that would change its greedy text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,14 +30,40 @@ from yggc.sources import find_source
 from yggc.stage_cache import cache_folder
 from yggc.weight_files import one_line
 from yggrt import bench
-from yggrt.bundle import Bundle, load
-from yggrt.engine import Engine, GenerationResult
+from yggrt.bundle import Bundle, follows_clock, load, make_mode
+from yggrt.engine import Engine, GenerationResult, SampledMode
 from yggrt.errors import CheckpointError, YggError
+from yggrt.latency import StepTimes
+from yggrt.sampling import GREEDY_BELOW, SamplingOptions
 from yggrt.wire import write_atomically
 
-WAYS = ("plain", "speculative", "hf", "hf assisted")
-RATIOS = (("speculative", "plain"), ("speculative", "hf"), ("speculative", "hf assisted"), ("plain", "hf"))
-"""Speed of the first over speed of the second."""
+
+@dataclass(frozen=True, slots=True)
+class Lineup:
+    """What is compared.
+
+    ways:     four of them. ratios: speed of the first over speed of the second.
+    drafting: those of which acceptance is told. same: those that should say the same as the plain way.
+    """
+
+    ways: tuple[str, ...]
+    ratios: tuple[tuple[str, str], ...]
+    drafting: tuple[str, ...]
+    same: tuple[str, ...]
+
+
+GREEDY = Lineup(
+    ("plain", "speculative", "hf", "hf assisted"),
+    (("speculative", "plain"), ("speculative", "hf"), ("speculative", "hf assisted"), ("plain", "hf")),
+    ("speculative", "hf assisted"),
+    ("speculative", "hf", "hf assisted"),
+)
+SAMPLED = Lineup(
+    ("plain", "drawn", "favourites", "chain"),
+    (("drawn", "plain"), ("favourites", "plain"), ("chain", "plain"), ("drawn", "favourites")),
+    ("drawn", "favourites", "chain"),
+    (),
+)
 
 WARM_UP_TOKENS = 8
 NUM_RESAMPLES = 2000
@@ -47,7 +75,7 @@ class CompareOptions:
     """What `yggc compare` was asked for.
 
     prompts: file as `yggrt bench` reads it.      limit: how many of them; None for all.
-    output:  JSON file for all figures.
+    output:  JSON file for all figures.           temperature: above 0 the ways are those of SAMPLED.
     drafter, verifier: folder, hub id or GGUF file; where None, what a build on this machine read.
     """
 
@@ -58,10 +86,12 @@ class CompareOptions:
     output: Path | None = None
     drafter: str | None = None
     verifier: str | None = None
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit {self.limit}: at least 1 is accepted")
+        SamplingOptions(temperature=self.temperature)
         if self.max_new_tokens < 2:
             raise ValueError(f"max-new-tokens {self.max_new_tokens}: at least 2 are needed to measure a time per token")
         if self.output is not None and not self.output.resolve().parent.is_dir():
@@ -90,15 +120,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One prompt and its answers, in the order of WAYS. prompt: its index."""
+    """One prompt and its answers, by way. prompt: its index."""
 
     prompt: int
     category: str
     prompt_tokens: int
-    answers: tuple[Answer, ...]
+    answers: Mapping[str, Answer]
 
     def answer(self, way: str) -> Answer:
-        return self.answers[WAYS.index(way)]
+        return self.answers[way]
 
     def ratio(self, way: str, base: str) -> float | None:
         """Speed of a way over that of another; None where one of the answers is too short to measure."""
@@ -157,11 +187,9 @@ class Ways:
             drafter.resize_token_embeddings(verifier.config.vocab_size, mean_resizing=False)
 
     def answer(self, way: str, prompt_ids: list[int], max_new_tokens: int) -> Answer:
-        """A prompt's answer in one of WAYS; transformers keeps to the engine's context too."""
+        """A prompt's answer in one of GREEDY's ways; transformers keeps to the engine's context too."""
         if way in ("plain", "speculative"):
-            found = self.engine.generate(prompt_ids, max_new_tokens=max_new_tokens, plain=way == "plain")
-            ids, stats = found.token_ids, found.stats
-            return Answer(ids, found.gaps, stats.ttft_s or 0.0, stats.tpot_s, stats.iterations, len(ids) - 1)
+            return _answer_of(self.engine.generate(prompt_ids, max_new_tokens=max_new_tokens, plain=way == "plain"))
         inputs = torch.tensor([prompt_ids], device=self.engine.decoder.device)
         clock = TokenClock()
         generate: Any = self.verifier.generate  # its type is lost
@@ -184,10 +212,63 @@ class Ways:
 
     def answer_all(self, index: int, prompt: bench.BenchPrompt, max_new_tokens: int) -> Record:
         """One prompt in all ways; which comes first rotates with the index."""
-        prompt_ids = self.engine.encode_prompt(prompt.text, self.engine.takes_raw_text)
-        first = index % len(WAYS)
-        answers = {way: self.answer(way, prompt_ids, max_new_tokens) for way in (*WAYS[first:], *WAYS[:first])}
-        return Record(index, bench.group_of(prompt.category), len(prompt_ids), tuple(answers[way] for way in WAYS))
+        return _in_turn(self.engine, GREEDY, index, prompt, lambda way, ids: self.answer(way, ids, max_new_tokens))
+
+
+class SampledWays:
+    """The four ways above temperature 0 over one bundle, by the policies of its plan for the nearest temperature."""
+
+    def __init__(self, engine: Engine, temperature: float) -> None:
+        bundle = engine.bundle
+        assert bundle is not None
+        plan = bundle.plan
+        if not plan.sampled:
+            raise YggError(f"{bundle.path}: its plan holds no ways to draft above temperature 0; build it again")
+        near = min(plan.sampled, key=lambda way: abs(math.log(way.temperature / temperature))).temperature
+        self.engine, self.temperature = engine, temperature
+        self.modes: dict[str, SampledMode] = {}
+        for policy in (way for way in plan.sampled if way.temperature == near and way.shape.draft_depth):
+            name = "favourites" if not policy.draws else "chain" if policy.children_per_node == 1 else "drawn"
+            self.modes[name] = make_mode(
+                policy, StepTimes(plan.curves), plan.plain_width, plan.policy.draft_vocabulary, follows_clock(plan)
+            )
+
+    def answer(self, way: str, prompt_ids: list[int], seed: int, max_new_tokens: int) -> Answer:
+        """A prompt's answer in one of SAMPLED's ways."""
+        before = self.engine.modes
+        try:
+            if way != "plain":
+                self.engine.modes = (self.modes[way],)
+            found = self.engine.generate(
+                prompt_ids, max_new_tokens=max_new_tokens, plain=way == "plain", temperature=self.temperature, seed=seed
+            )
+        finally:
+            self.engine.modes = before
+        return _answer_of(found)
+
+    def answer_all(self, index: int, prompt: bench.BenchPrompt, max_new_tokens: int) -> Record:
+        """One prompt in all ways; which comes first rotates with the index."""
+        return _in_turn(
+            self.engine, SAMPLED, index, prompt, lambda way, ids: self.answer(way, ids, index, max_new_tokens)
+        )
+
+
+def _answer_of(found: GenerationResult) -> Answer:
+    ids, stats = found.token_ids, found.stats
+    return Answer(ids, found.gaps, stats.ttft_s or 0.0, stats.tpot_s, stats.iterations, len(ids) - 1)
+
+
+def _in_turn(
+    engine: Engine,
+    lineup: Lineup,
+    index: int,
+    prompt: bench.BenchPrompt,
+    answer: Callable[[str, list[int]], Answer],
+) -> Record:
+    prompt_ids = engine.encode_prompt(prompt.text, engine.takes_raw_text)
+    first = index % len(lineup.ways)
+    answers = {way: answer(way, prompt_ids) for way in (*lineup.ways[first:], *lineup.ways[:first])}
+    return Record(index, bench.group_of(prompt.category), len(prompt_ids), {way: answers[way] for way in lineup.ways})
 
 
 def compare(options: CompareOptions, say: Callable[[str], None]) -> dict[str, Any]:
@@ -205,13 +286,23 @@ def compare(options: CompareOptions, say: Callable[[str], None]) -> dict[str, An
         say(f"note: {notice}")
     for prompt in chosen:  # a prompt that does not fit is said before a model is loaded
         engine.encode_prompt(prompt.text, engine.takes_raw_text)
-    drafter, verifier = find_checkpoints(bundle, options)
-    say(f"loading {drafter.name} and {verifier.name} into transformers")
-    dtype = getattr(torch, bundle.manifest.dtype)
-    ways = Ways(engine, load_model(drafter, dtype), load_model(verifier, dtype))
+    is_sampled = options.temperature >= GREEDY_BELOW
+    lineup = SAMPLED if is_sampled else GREEDY
+    ways: Ways | SampledWays
+    if is_sampled:
+        ways, settings = SampledWays(engine, options.temperature), None
+    else:
+        drafter, verifier = find_checkpoints(bundle, options)
+        say(f"loading {drafter.name} and {verifier.name} into transformers")
+        dtype = getattr(torch, bundle.manifest.dtype)
+        ways = Ways(engine, load_model(drafter, dtype), load_model(verifier, dtype))
+        settings = {  # null: transformers' own default
+            **{name: getattr(ways.drafter.generation_config, name) for name in ASSISTANT_SETTINGS},
+            "threshold_adapts": is_sklearn_available(),
+        }
     with engine.its_threads(), silence_libraries():
-        records = _measure(ways, chosen, options.max_new_tokens, say)
-    prediction = bundle.plan.prediction
+        records = _measure(ways, lineup, chosen, options.max_new_tokens, say)
+    prediction = None if is_sampled else bundle.plan.prediction
     report = {
         "bundle": str(options.bundle),
         "prompts_file": str(options.prompts),
@@ -220,12 +311,10 @@ def compare(options: CompareOptions, say: Callable[[str], None]) -> dict[str, An
         "num_threads": engine.num_threads,
         "sku": bundle.manifest.sku,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "hf_assistant": {  # null: transformers' own default
-            **{name: getattr(ways.drafter.generation_config, name) for name in ASSISTANT_SETTINGS},
-            "threshold_adapts": is_sklearn_available(),
-        },
+        "temperature": options.temperature,
+        "hf_assistant": settings,
         "predicted": {**asdict(prediction), "speedup": prediction.speedup} if prediction else None,
-        **summarize(records, bench.NEAR_TIE[bundle.manifest.dtype]),
+        **summarize(records, bench.NEAR_TIE[bundle.manifest.dtype], lineup),
     }
     if options.output is not None:
         write_atomically(options.output, json.dumps(report, indent=1).encode())
@@ -258,7 +347,11 @@ def find_checkpoints(bundle: Bundle, options: CompareOptions) -> tuple[Checkpoin
 
 
 def _measure(
-    ways: Ways, prompts: Sequence[bench.BenchPrompt], max_new_tokens: int, say: Callable[[str], None]
+    ways: Ways | SampledWays,
+    lineup: Lineup,
+    prompts: Sequence[bench.BenchPrompt],
+    max_new_tokens: int,
+    say: Callable[[str], None],
 ) -> list[Record]:
     """All prompts in all ways; every way is warmed up before."""
     ways.answer_all(0, prompts[0], min(WARM_UP_TOKENS, max_new_tokens))
@@ -268,34 +361,36 @@ def _measure(
         record = ways.answer_all(index, prompt, max_new_tokens)
         records.append(record)
         done, elapsed = index + 1, perf_counter() - started
-        speeds = ", ".join(f"{cell(record.ratio(*pair), 'x')} {pair[1]}" for pair in RATIOS[:3])
+        speeds = ", ".join(f"{cell(record.ratio(*pair), 'x')} {'/'.join(pair)}" for pair in lineup.ratios[:3])
         left = elapsed / done * (len(prompts) - done)
         say(f"  {done}/{len(prompts)} {record.category}: {speeds}, {elapsed:.0f} s elapsed, about {left:.0f} s left")
     return records
 
 
-def summarize(records: Sequence[Record], near_tie: float) -> dict[str, Any]:
+def summarize(records: Sequence[Record], near_tie: float, lineup: Lineup = GREEDY) -> dict[str, Any]:
     """All figures as plain JSON data, overall, by category and by prompt. near_tie: gap up to which ways may differ."""
-    found = {way: [record.difference(way, near_tie) for record in records] for way in WAYS[1:]}
+    found = {way: [record.difference(way, near_tie) for record in records] for way in lineup.same}
     differences = {way: [asdict(each) for each in places if each is not None] for way, places in found.items()}
     categories = dict.fromkeys(record.category for record in records)
     return {
-        **_figures(records),
+        **_figures(records, lineup),
         "identical_to_plain": {way: places.count(None) for way, places in found.items()},
         "differences": differences,
-        "failures": [each for each in differences["speculative"] if not each["allowed"]],
-        "by_category": {name: _figures([each for each in records if each.category == name]) for name in categories},
-        "records": [
-            {**asdict(record), "answers": {way: asdict(record.answer(way)) for way in WAYS}} for record in records
-        ],
+        "failures": [each for each in differences.get("speculative", []) if not each["allowed"]],
+        "by_category": {
+            name: _figures([each for each in records if each.category == name], lineup) for name in categories
+        },
+        "records": [asdict(record) for record in records],
     }
 
 
-def _figures(records: Sequence[Record]) -> dict[str, Any]:
+def _figures(records: Sequence[Record], lineup: Lineup) -> dict[str, Any]:
     return {
         "prompts": len(records),
-        **{way: _way_figures([record.answer(way) for record in records]) for way in WAYS},
-        "ratios": {"/".join(pair): median_with_interval([each.ratio(*pair) for each in records]) for pair in RATIOS},
+        **{way: _way_figures([record.answer(way) for record in records]) for way in lineup.ways},
+        "ratios": {
+            "/".join(pair): median_with_interval([each.ratio(*pair) for each in records]) for pair in lineup.ratios
+        },
     }
 
 
@@ -323,20 +418,30 @@ def median_with_interval(values: Sequence[float | None]) -> dict[str, Any] | Non
 
 def format_table(report: dict[str, Any]) -> str:
     """The figures of a comparison for people."""
+    lineup = SAMPLED if report.get("temperature", 0.0) >= GREEDY_BELOW else GREEDY
     rows = [*report["by_category"].items(), ("all", report)]
-    names = "".join(f"{way:>14}" for way in WAYS)
-    lines = [f"{'tokens/s':<16}{'prompts':>8}{names}{'accepted':>10}{'by hf':>7}"]
+    names = "".join(f"{way:>14}" for way in lineup.ways)
+    accepted = "".join(f"{f'by {way}':>15}" for way in lineup.drafting)
+    lines = [f"{'tokens/s':<16}{'prompts':>8}{names}   accepted{accepted}"]
     for name, figures in rows:
-        speeds = "".join(f"{cell(figures[way]['tokens_per_s'], '', 1):>14}" for way in WAYS)
-        ours, theirs = (cell(figures[way]["acceptance_length"]) for way in ("speculative", "hf assisted"))
-        lines.append(f"{name:<16}{figures['prompts']:>8}{speeds}{ours:>10}{theirs:>7}")
-    lines.append(f"\n{'speed of':<16}" + "".join(f"{'/'.join(pair):>25}" for pair in RATIOS))
+        speeds = "".join(f"{cell(figures[way]['tokens_per_s'], '', 1):>14}" for way in lineup.ways)
+        lengths = "".join(f"{cell(figures[way]['acceptance_length']):>15}" for way in lineup.drafting)
+        lines.append(f"{name:<16}{figures['prompts']:>8}{speeds}{'':>11}{lengths}")
+    lines.append(f"\n{'speed of':<16}" + "".join(f"{'/'.join(pair):>25}" for pair in lineup.ratios))
     for name, figures in rows:
         lines.append(f"{name:<16}" + "".join(f"{interval(ratio):>25}" for ratio in figures["ratios"].values()))
+    told = (
+        "drawn: children drawn and traversed; favourites: the drafter's, the verifier's draws walk through them; "
+        "chain: one drawn child a node"
+        if lineup is SAMPLED
+        else "hf: transformers with the same checkpoints"
+    )
     lines.append(
-        "\nhf: transformers with the same checkpoints; accepted: tokens per verifier call, bonus token included\n"
+        f"\n{told}\naccepted: tokens per verifier call, bonus token included\n"
         "speed of A/B: median of per-prompt ratios [its 95 % interval], above 1 where A is faster"
     )
+    if lineup is SAMPLED:
+        return "\n".join(lines)
     same = (f"{way} {_identical(report, way)}" for way in report["identical_to_plain"])
     lines.append(f"the same tokens as plain: {', '.join(same)}")
     for place in report["differences"]["speculative"]:

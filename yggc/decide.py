@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from yggc import calibrate, profile, schedule, search_tree, train_depth
+from yggc import calibrate, profile, schedule, search_tree, temperatures, train_depth
 from yggc.config import DRAFT_WIDTHS, draft_depths
 from yggc.profile import LatencyProfile, plain_width
 from yggc.search_tree import Candidate, policy_of, reason_for_plain, score
@@ -20,7 +20,7 @@ from yggrt.engine import Engine
 from yggrt.kvcache import EXTENT_BUCKET
 from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.pace import Pace
-from yggrt.plan import AcceptanceTable, DraftGraph, Prediction, ScheduleStudy, TreePolicy
+from yggrt.plan import AcceptanceTable, DraftGraph, Prediction, SampledPolicy, ScheduleStudy, TreePolicy
 from yggrt.schedule import StageSchedule, sequential_schedule
 from yggrt.tree import TreeShape
 
@@ -235,6 +235,29 @@ def forecast(
     simulated = add_up(parts)
     prediction = Prediction(simulated.tpot_s, simulated.plain_tpot_s, simulated.tokens_per_iteration)
     return Forecast(graphs, points, prediction)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPolicies:
+    """How to draft above temperature 0; see `yggrt.plan.Plan.sampled`."""
+
+    policies: tuple[SampledPolicy, ...]
+
+
+def draft_at_temperatures(
+    engine: Engine,
+    decision: Decision,
+    made: Forecast,
+    measured: LatencyProfile,
+    traced: CalibrationTrace,
+    say: Callable[[str], object],
+) -> SampledPolicies:
+    """Study temperatures above 0 with the drafter that was chosen. engine: of the plan's steps."""
+    prices = replace(_open_prices(measured, made.points), token_s=None)
+    fit = spread(traced.fit, temperatures.FIT_TEXTS)
+    held_out = spread(traced.held_out, temperatures.HELD_OUT_TEXTS)
+    children = decision.policy.children_per_node
+    return SampledPolicies(temperatures.study_temperatures(engine, fit, held_out, prices, children, say))
 
 
 @dataclass(frozen=True, slots=True)

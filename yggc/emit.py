@@ -39,6 +39,7 @@ from yggrt.plan import (
     Plan,
     Prediction,
     Provenance,
+    SampledPolicy,
     write_manifest,
     write_plan,
 )
@@ -59,6 +60,7 @@ def make_plan(
     host: HostSeconds,
     calibration: CalibrationRecord,
     chosen: ChosenSchedule,
+    sampled: tuple[SampledPolicy, ...],
 ) -> Plan:
     """The decisions of a build, with the measurements they rest on. pair: drafter and verifier; study: of the depth."""
     verify, draft = steps[:2]
@@ -83,6 +85,7 @@ def make_plan(
         token_s=decision.token_s,
         depth_network=network,
         depth_figures=None if study is None else study.figures,
+        sampled=sampled,
         calibration=calibration,
         prediction=_predicted(forecast.prediction, chosen, sequential_schedule(options.threads, network is not None)),
         provenance=Provenance(__version__, str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")),

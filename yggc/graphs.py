@@ -5,7 +5,7 @@ the KV cache itself: it writes this step's rows at their slots and attends to th
 transformers is involved, and no code here knows a model family.
 
 Invariant: a step reads the KV rows it moves before it writes any, and writes only at `move_dst` and `slots`.
-Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v2).
+Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v3).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from yggc.kernels import HUGE_LOGIT, OPERATORS
-from yggrt.artifacts import DRAFT_ROWS, FUSED_DRAFT_OUTPUTS, LOG_Q_MIN, LayerLayout, StepLimits, attention_windows
+from yggc.kernels import HUGE_LOGIT, OPERATORS, draw_children
+from yggrt.artifacts import DRAFT_LAWS, DRAFT_ROWS, LOG_Q_MIN, TREE, LayerLayout, StepLimits, attention_windows
 from yggrt.errors import CheckpointError
 
 ATTENTION_NAME = "ygg_step"
@@ -67,17 +67,18 @@ def largest_first(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """What a step computes with beside its model. children, order: as `yggc.kernels.OPERATORS`."""
+    """What a step computes with beside its model. children, draw, order: as `yggc.kernels.OPERATORS`."""
 
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
     children: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    draw: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
     order: Callable[[Tensor], Tensor]
 
 
-KERNELS = Operators(sdpa, OPERATORS.children, OPERATORS.order)
+KERNELS = Operators(sdpa, OPERATORS.children, OPERATORS.draw, OPERATORS.order)
 """For the CPU, where lowering puts kernels in their place."""
 
-TORCH = Operators(grouped_attention, best_children, largest_first)
+TORCH = Operators(grouped_attention, best_children, draw_children, largest_first)
 """For other devices, whose compiler sees nothing but torch."""
 
 
@@ -307,6 +308,8 @@ class DraftPass(_CausalStep):
         pool_tokens: Tensor,
         pool_parents: Tensor,
         acceptance_table: Tensor,
+        temperature: Tensor,
+        noise: Tensor,
         extent: Tensor,
         move_src: Tensor,
         move_dst: Tensor,
@@ -322,10 +325,11 @@ class DraftPass(_CausalStep):
             for window in self.windows
         )  # fmt: skip
         logits, _ = self.run_model(tokens, positions, slots, masks, (move_src, move_dst), kv_buffers, rows=expand_rows)
-        child_tokens, child_log_q = self.operators.children(logits.contiguous(), self.children_per_node)
+        likely, log_q = self.operators.children(logits.contiguous(), noise.shape[1])
         if self.vocabulary is not None:
-            child_tokens = self.vocabulary(child_tokens)
-        log_a = log_acceptance(child_log_q, acceptance_table)
+            likely = self.vocabulary(likely)
+        child_tokens, places, law = self.operators.draw(likely, log_q, noise, temperature, self.children_per_node)
+        log_a = log_acceptance(places, acceptance_table)
         child_values = tree_values[expand_nodes][:, None] + log_a
         child_parents = expand_nodes[:, None].expand_as(child_tokens)
 
@@ -355,6 +359,8 @@ class DraftPass(_CausalStep):
             candidate_values[kept],
             candidate_tokens[kept],
             candidate_parents[kept],
+            likely,
+            law,
         )
 
 
@@ -388,6 +394,8 @@ class FusedDraft(nn.Module):
         num_visible: Tensor,
         root: Tensor,
         acceptance_table: Tensor,
+        temperature: Tensor,
+        noise: Tensor,
         extent: Tensor,
         move_src: Tensor,
         move_dst: Tensor,
@@ -409,16 +417,18 @@ class FusedDraft(nn.Module):
             torch.zeros(2, nodes, dtype=torch.bool, device=tokens.device),
         )
         expand_rows, expand_nodes = torch.arange(1, 2, **index), torch.arange(0, 1, **index)
+        laws: list[tuple[Tensor, ...]] = []
         for depth in range(self.draft_depth):
             added = torch.arange(1 + depth * width, 1 + (depth + 1) * width, **index)
             outputs = self._pass[0](
-                *rows, expand_rows, expand_nodes, added, root, *state, acceptance_table, extent, move_src, move_dst,
-                kv_buffers,
+                *rows, expand_rows, expand_nodes, added, root, *state, acceptance_table, temperature,
+                noise[expand_nodes], extent, move_src, move_dst, kv_buffers,
             )  # fmt: skip
-            rows, state = outputs[: len(DRAFT_ROWS)], outputs[len(DRAFT_ROWS) :]
+            rows, state = outputs[: len(DRAFT_ROWS)], outputs[len(DRAFT_ROWS) : -len(DRAFT_LAWS)]
+            laws.append(outputs[-len(DRAFT_LAWS) :])
             expand_rows, expand_nodes = torch.arange(0, width, **index), added
             move_src = move_dst = torch.zeros(1, **index)  # the first pass has moved the rows
-        return state[: len(FUSED_DRAFT_OUTPUTS)]
+        return (*state[: len(TREE)], *(torch.cat(parts) for parts in zip(*laws, strict=True)))
 
 
 def cut_head(model: PreTrainedModel, vocabulary: tuple[int, ...]) -> None:
@@ -466,8 +476,8 @@ def growth_mask(
 def log_acceptance(log_q: Tensor, table: Tensor) -> Tensor:
     """Calibrated log a(rank, q) by linear interpolation on log q; siblings are scaled so that their a sum to at most 1.
 
-    log_q: float32[R, K], best first; table: float32[K, B], row k holds log a at B knots, evenly spaced from LOG_Q_MIN
-    to 0.
+    log_q: float32[R, K], best first, or what else the table goes by.
+    table: float32[K, B], row k holds log a at B knots, evenly spaced from LOG_Q_MIN to 0.
     Returns float32[R, K].
     """
     last = table.shape[1] - 1

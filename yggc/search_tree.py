@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from yggc.simulate import GrownText, Prices, Simulated, add_up, outcomes, replay
-from yggrt.pace import Pace, depths_to_fall_back_to
+from yggrt.pace import Pace
 from yggrt.plan import TreePolicy
-from yggrt.tree import TreeShape
+from yggrt.tree import TreeShape, depths_to_fall_back_to
 
 SMALLEST_GAIN = 1.005
 """Speculation must be this much faster than plain decoding, over all the text, to be chosen. Little, because falling

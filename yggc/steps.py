@@ -51,6 +51,8 @@ from yggrt.text import TextCodec, TextSpec
 from yggrt.tree import TreeShape
 
 NUM_KNOTS = 65
+NUM_DRAWN = 32
+"""Tokens among which a node's children are drawn above temperature 0."""
 KERNELS_FILE = "kernels.so"
 PACKAGE_FILE = "step.pt2"
 WEIGHTS_FILE = "weights.safetensors"
@@ -165,6 +167,7 @@ def step_limits(target: str, max_context: int, context: int, vocab_size: int) ->
         max_nodes=sizes.most_nodes,
         pool_size=max(TreeShape(width, depth, 1).pool_size for width, depth in deepest.items()),
         num_children=min(sizes.draft_width, vocab_size),
+        num_drawn=min(NUM_DRAWN, vocab_size),
         num_knots=NUM_KNOTS,
     )
 

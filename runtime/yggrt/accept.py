@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +56,8 @@ class Chance(Protocol):
     def coin(self, probability: float) -> bool:
         """True with this probability."""
 
-    def draw(self, law: Law) -> int:
-        """An index with the chance that the law gives it. law: float64[n], sums to 1."""
+    def draw(self, weights: NDArray[Any]) -> int:
+        """An index with the chance that its weight gives it. weights: float[n], not all 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,76 +71,97 @@ class DraftLaw:
     chances: Law
 
 
-@dataclass(slots=True)
 class _Open:
-    """A node on the path that is being tried: its chance of being accepted and both laws, after what was rejected."""
+    """A node on the path that is being tried, and what is left of it after the children that were rejected.
 
-    row: int
-    accept: float
-    law: Law
-    draft: DraftLaw | None
-    children: Sequence[int]
-    visited: int = 0
+    accept:  its chance of being accepted.
+    drafted: float64[M], what its next child was drawn from.
+    inside, outside: the verifier's chances of the M tokens, and of all others together; those stand to one another as
+    they did at first, and are `scale` times as likely.
+    """
+
+    def __init__(
+        self, row: int, accept: float, law: NDArray[Any], draft: DraftLaw | None, children: Sequence[int]
+    ) -> None:
+        self.row, self.accept, self.law, self.children = row, accept, law, children
+        self.visited = 0
+        self.scale = 1.0
+        if draft is not None:
+            self.ids, self.drafted = draft.ids, draft.chances.copy()
+            self.inside = law[draft.ids].astype(np.float64)
+            self.outside = max(0.0, 1.0 - float(self.inside.sum()))
+
+    def place(self, token: int) -> int | None:
+        """Of a child among the M tokens; None for a dead one, which had no chance of being drawn."""
+        places = (self.ids == token).nonzero()[0]
+        return int(places[0]) if places.size and self.drafted[places[0]] > 0 else None
+
+    def reject(self, place: int) -> None:
+        """Turn one of the children down."""
+        left = self.accept * self.inside - self.drafted
+        np.maximum(left, 0.0, out=left)
+        outside = self.accept * self.outside
+        mass = float(left.sum()) + outside
+        if mass > 0:
+            self.inside, self.outside = left / mass, outside / mass
+            self.scale *= self.accept / mass
+            self.accept = mass / (mass + (1.0 - self.accept))
+        else:
+            self.accept = 0.0
+        self.drafted[place] = 0.0
+        remaining = float(self.drafted.sum())
+        if remaining > 0:
+            self.drafted /= remaining
+
+    def weights(self) -> NDArray[Any]:
+        """Of the token after it, where none of its children is accepted: float[V]."""
+        weights = self.law
+        if self.children:
+            before = weights[self.ids]
+            weights[self.ids] = self.inside / self.scale
+            if not self.inside.any() and not weights.any():  # p and q all but equal: what is left is lost in rounding
+                weights[self.ids] = before
+        return weights
 
 
 def traverse(
     tokens: NDArray[np.int64],
     parents: NDArray[np.int64],
-    law_of: Callable[[int], Law],
+    law_of: Callable[[int], NDArray[Any]],
     drafted: Callable[[int], DraftLaw],
     chance: Chance,
 ) -> tuple[list[int], int]:
     """Walk from the leaves up: the rows accepted, the root's 0 first, and the token after them.
 
     tokens, parents: int64[W], token and parent row; row 0 is the root, parents come first, siblings in the order drawn.
-    law_of:  a row to the verifier's law after it, float64[V]: processed as the request asks, of the row's own path.
+    law_of:  a row to the verifier's law after it: processed as the request asks, of the row's own path.
     drafted: a row that has children to the law they were drawn from.
     Source: Traversal Verification; design, section 5, "Temperature above 0".
     """
     children: list[list[int]] = [[] for _ in range(tokens.size)]
-    for row in range(1, tokens.size):
-        children[int(parents[row])].append(row)
+    for row, parent in enumerate(parents.tolist()[1:], start=1):
+        children[parent].append(row)
 
     def opened(row: int, accept: float) -> _Open:
         return _Open(row, accept, law_of(row), drafted(row) if children[row] else None, children[row])
 
-    path = [opened(0, 1.0)]
+    path, places = [opened(0, 1.0)], [0]
     while True:
         node = path[-1]
         if node.visited < len(node.children):
             row = node.children[node.visited]
             node.visited += 1
-            accept = _chance_of_child(node, int(tokens[row]))
+            place = node.place(int(tokens[row]))
+            if place is None:
+                continue
+            accept = min(1.0, node.accept * float(node.inside[place]) / float(node.drafted[place]))
             if accept > 0:
                 path.append(opened(row, accept))
+                places.append(place)
             else:
-                _reject(node, int(tokens[row]))
+                node.reject(place)
         elif node.row == 0 or chance.coin(node.accept):
-            return [each.row for each in path], chance.draw(node.law)
+            return [each.row for each in path], chance.draw(node.weights())
         else:
             path.pop()
-            _reject(path[-1], int(tokens[node.row]))
-
-
-def _chance_of_child(node: _Open, token: int) -> float:
-    assert node.draft is not None
-    drawn = float(node.draft.chances[node.draft.ids == token].sum())
-    return min(1.0, node.accept * float(node.law[token]) / drawn)
-
-
-def _reject(node: _Open, token: int) -> None:
-    """What is left of a node after one of its children was turned down."""
-    draft = node.draft
-    assert draft is not None
-    left = node.accept * node.law
-    left[draft.ids] -= draft.chances
-    np.maximum(left, 0.0, out=left)
-    mass = float(left.sum())
-    if mass > 0:
-        node.law = left / mass
-        node.accept = mass / (mass + (1.0 - node.accept))
-    else:
-        node.accept = 0.0
-    others = np.where(draft.ids == token, 0.0, draft.chances)
-    remaining = float(others.sum())
-    node.draft = DraftLaw(draft.ids, others / remaining if remaining > 0 else others)
+            path[-1].reject(places.pop())

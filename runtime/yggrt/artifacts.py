@@ -1,4 +1,4 @@
-"""Step ABI v2 and the compiled artifacts that speak it.
+"""Step ABI v3 and the compiled artifacts that speak it.
 
 An artifact is one AOTInductor package: code alone. Its weights are given to it and shared with other artifacts of the
 same model, and its hot loops are called in a library of kernels. It takes a flat list of tensors in the order written
@@ -14,7 +14,7 @@ import ctypes
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from yggrt.errors import ArtifactError
 
-STEP_ABI_VERSION = 2
+STEP_ABI_VERSION = 3
 
 ROWS_PREFIX = "rows_"
 """Begins the name of a constant of which a step reads a few rows, an embedding; it reads the others whole."""
@@ -71,6 +71,7 @@ class StepLimits:
     max_nodes:    N, nodes of a tree, root included (draft pass).
     pool_size:    P, candidates kept between passes (draft pass).
     num_children: K, children offered by every expanded node (draft pass).
+    num_drawn:    M, its most likely tokens, among which children are drawn above temperature 0 (draft pass).
     num_knots:    B, knots of the acceptance table (draft pass).
     """
 
@@ -80,12 +81,15 @@ class StepLimits:
     max_nodes: int
     pool_size: int
     num_children: int
+    num_drawn: int
     num_knots: int
 
     def __post_init__(self) -> None:
-        for name in ("kv_rows", "max_width", "max_moves", "max_nodes", "pool_size", "num_children", "num_knots"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is accepted")
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name}={getattr(self, field.name)}: at least 1 is accepted")
+        if self.num_children > self.num_drawn:
+            raise ValueError(f"num_drawn={self.num_drawn}: at least num_children={self.num_children} is accepted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,10 @@ DRAFT_STATE = (
     "pool_parents",
 )
 """The growth state, input and output of every pass."""
+
+DRAFT_LAWS = ("drawn_tokens", "drawn_log_q")
+"""What the children of the expanded nodes were drawn from: int64[R, M] tokens, most likely first, and float32[R, M],
+the log of their chances at the request's temperature, which add up to 1; at temperature 0 the drafter's own log q."""
 
 
 def verify_inputs(
@@ -155,7 +163,10 @@ def draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
     new_nodes:     numbers of the A nodes to add.
     root:          position and slot of the root.
     tree_*, pool_*: growth state: N nodes and P candidates; empty candidates have value -inf.
-    acceptance_table: log a by (rank, log q).
+    acceptance_table: log a by (rank, log q) at temperature 0, by (place among the siblings, minus the entropy of the
+                   drafter's law) above it.
+    temperature:   0 offers the most likely children, in their order; above it they are drawn without replacement.
+    noise:         standard Gumbel numbers for the draws; not looked at with temperature 0.
     extent:        0, 1, …, S - 1: its length is the number of KV rows read.
     """
     index, real, truth = torch.int64, torch.float32, torch.bool
@@ -179,29 +190,37 @@ def draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
         TensorSpec("pool_tokens", index, (pool,)),
         TensorSpec("pool_parents", index, (pool,)),
         TensorSpec("acceptance_table", real, (limits.num_children, limits.num_knots)),
+        TensorSpec("temperature", real, (1,)),
+        TensorSpec("noise", real, ("R", limits.num_drawn)),
         TensorSpec("extent", index, ("S",)),
         TensorSpec("move_src", index, (limits.max_moves,)),
         TensorSpec("move_dst", index, (limits.max_moves,)),
     )
 
 
-DRAFT_OUTPUTS = (*DRAFT_ROWS, *DRAFT_STATE)
+DRAFT_OUTPUTS = (*DRAFT_ROWS, *DRAFT_STATE, *DRAFT_LAWS)
 """Of a draft pass."""
 
-FUSED_DRAFT_OUTPUTS = ("tree_tokens", "tree_parents", "tree_depths", "tree_values")
-"""The tree after the last pass of a fused draft, as in DRAFT_STATE."""
+TREE = ("tree_tokens", "tree_parents", "tree_depths", "tree_values")
+"""Of DRAFT_STATE, what is left to say after the last pass."""
+
+FUSED_DRAFT_OUTPUTS = (*TREE, *DRAFT_LAWS)
+"""Of a fused draft: the tree after its last pass, and what each of the expanded nodes drew from, in growth order."""
 
 
 def fused_draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
     """Inputs of `draft.dN`, N passes in one graph, ahead of the KV buffers: those of `draft_inputs` that the host sets.
 
     tokens, positions, slots, num_visible: the token before the root (or a padding row) and the root.
+    noise: a row for every node of the largest tree, of which those are used that are expanded.
     """
     index, real = torch.int64, torch.float32
     return (
         *(TensorSpec(name, index, (2,)) for name in ("tokens", "positions", "slots", "num_visible")),
         TensorSpec("root", index, (2,)),
         TensorSpec("acceptance_table", real, (limits.num_children, limits.num_knots)),
+        TensorSpec("temperature", real, (1,)),
+        TensorSpec("noise", real, (limits.max_nodes, limits.num_drawn)),
         TensorSpec("extent", index, ("S",)),
         TensorSpec("move_src", index, (limits.max_moves,)),
         TensorSpec("move_dst", index, (limits.max_moves,)),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from yggrt.artifacts import Step, attention_windows
-from yggrt.engine import Engine
+from yggrt.engine import Engine, SampledMode
 from yggrt.errors import BundleFormatError
 from yggrt.executor import Decoder
 from yggrt.kvcache import rows_needed
@@ -28,6 +28,7 @@ from yggrt.plan import (
     BundleFile,
     Manifest,
     Plan,
+    SampledPolicy,
     read_manifest,
     read_plan,
 )
@@ -117,6 +118,11 @@ def load(path: str | Path, device: str | None = None, cuda_graphs: bool = True) 
         manifest.num_threads,
         make_pace(plan),
         plan.schedule,
+        tuple(
+            make_mode(each, StepTimes(plan.curves), plan.plain_width, plan.policy.draft_vocabulary, follows_clock(plan))
+            for each in plan.sampled
+            if each.chosen
+        ),
     )
     engine.bundle = bundle
     engine.load_s = perf_counter() - started
@@ -130,32 +136,39 @@ def _check_plan_fits(bundle: Bundle) -> None:
     """
     manifest, plan = bundle.manifest, bundle.plan
     verify, draft = _artifact(bundle, "verify").limits, _artifact(bundle, "draft").limits
-    shape, table = plan.policy.largest_shape, plan.acceptance_table
+    tables = [plan.acceptance_table, *(policy.table for policy in plan.sampled)]
     drafter_context = min(manifest.max_context, manifest.drafter.context)
     same = {
         "drafter": (plan.drafter.fingerprint, manifest.drafter.fingerprint),
         "verifier": (plan.verifier.fingerprint, manifest.verifier.fingerprint),
         "dtype": (plan.dtype, manifest.dtype),
         "max_context": (plan.max_context, manifest.max_context),
-        "ranks of the acceptance table": (table.num_ranks, draft.num_children),
-        "knots of the acceptance table": (table.num_knots, draft.num_knots),
     }
-    at_most = {
-        "children_per_node": (plan.policy.children_per_node, draft.num_children),
-        "nodes of a tree": (shape.capacity, draft.max_nodes),
-        "candidates": (shape.pool_size, draft.pool_size),
-        "draft depth": (shape.draft_depth, min(verify.max_moves, draft.max_moves)),
-        "draft width": (shape.draft_width, draft.max_width),
-        "verify width": (shape.verify_width, verify.max_width),
-        "plain width": (plan.plain_width, verify.max_width),
-        "KV rows of the verifier": (rows_needed(manifest.max_context, shape.capacity), verify.kv_rows),
-        "KV rows of the drafter": (rows_needed(drafter_context, shape.capacity), draft.kv_rows),
+    same |= {
+        f"ranks of acceptance table {at}": (table.num_ranks, draft.num_children) for at, table in enumerate(tables)
     }
+    same |= {f"knots of acceptance table {at}": (table.num_knots, draft.num_knots) for at, table in enumerate(tables)}
+    at_most = {"plain width": (plan.plain_width, verify.max_width)}
+    policies = {"": plan.policy} | {
+        f" at temperature {each.temperature}": each.trees(plan.policy.draft_vocabulary) for each in plan.sampled
+    }
+    for where, policy in policies.items():
+        shape = policy.largest_shape
+        at_most |= {
+            f"children_per_node{where}": (policy.children_per_node, draft.num_children),
+            f"nodes of a tree{where}": (shape.capacity, draft.max_nodes),
+            f"candidates{where}": (shape.pool_size, draft.pool_size),
+            f"draft depth{where}": (shape.draft_depth, min(verify.max_moves, draft.max_moves)),
+            f"draft width{where}": (shape.draft_width, draft.max_width),
+            f"verify width{where}": (shape.verify_width, verify.max_width),
+            f"KV rows of the verifier{where}": (rows_needed(manifest.max_context, shape.capacity), verify.kv_rows),
+            f"KV rows of the drafter{where}": (rows_needed(drafter_context, shape.capacity), draft.kv_rows),
+        }
     for graph in plan.draft_graphs:
         if graph.fused:
             limits = _artifact(bundle, f"draft.d{graph.depth}").limits
             at_most[f"nodes of a fused draft of depth {graph.depth}"] = (
-                1 + shape.draft_width * graph.depth,
+                1 + plan.policy.draft_width * graph.depth,
                 min(limits.max_nodes, draft.max_nodes),
             )
             same[f"KV rows of the fused draft of depth {graph.depth}"] = (limits.kv_rows, draft.kv_rows)
@@ -201,8 +214,30 @@ def make_pace(plan: Plan) -> Pace | None:
     """What chooses trees by this plan; None where it always uses its default shape."""
     if plan.token_s is None:
         return None
-    times = StepTimes(plan.curves)
-    return Pace(plan.policy, times, plan.host, plan.plain_width, plan.token_s, plan.depth_network)
+    return Pace(
+        plan.policy, StepTimes(plan.curves), plan.host, plan.plain_width, plan.token_s, plan.depth_network,
+        follows_clock(plan),
+    )  # fmt: skip
+
+
+def follows_clock(plan: Plan) -> bool:
+    """Whether iterations may go by what they take: only where steps of any width say the same, so that it cannot show
+    in a text."""
+    return plan.dtype == "float32"
+
+
+def make_mode(
+    policy: SampledPolicy,
+    times: StepTimes,
+    plain_width: int,
+    draft_vocabulary: tuple[int, ...] | None,
+    follows_clock: bool,
+) -> SampledMode:
+    """How requests at about a policy's temperature are answered. draft_vocabulary: of the plan's policy."""
+    trees = policy.trees(draft_vocabulary)
+    pace = Pace(trees, times, policy.host, plain_width, policy.token_s, None, follows_clock)
+    table = table_tensor(policy.table, policy.children_per_node)
+    return SampledMode(policy.temperature, policy.draws, policy.shape, table, pace)
 
 
 def table_tensor(table: AcceptanceTable, children_per_node: int) -> Tensor:

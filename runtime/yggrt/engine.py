@@ -7,6 +7,7 @@ behind: the next one starts from empty caches.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,9 +16,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from yggrt.errors import TextError, YggError
-from yggrt.executor import Decoder, Iteration
+from yggrt.executor import Decoder, Drafting, Iteration
 from yggrt.lanes import LaneExecutor, Span
 from yggrt.pace import Pace
 from yggrt.request import Request
@@ -68,6 +70,22 @@ class RequestOptions:
             raise ValueError(f"max_new_tokens={self.max_new_tokens!r}: an integer from 0 is accepted")
 
 
+@dataclass(frozen=True, slots=True)
+class SampledMode:
+    """How requests above temperature 0 are answered, those of the temperatures nearest to this one.
+
+    draws: whether trees are drawn and traversed; else they are the drafter's favourites, and the verifier's own draws
+           walk through them.
+    table: of `yggrt.executor.Drafting`; shape, pace: as of `Engine`.
+    """
+
+    temperature: float
+    draws: bool
+    shape: TreeShape
+    table: Tensor
+    pace: Pace | None
+
+
 class Stream:
     """Iterator over the text pieces of one request; joined they are `result.text`.
 
@@ -112,6 +130,7 @@ class Engine:
     eos_ids:         tokens that end a text.
     drafter_context: positions the drafter can attend to.
     num_threads:     CPU threads of the compiled steps; the caller's setting is restored.
+    modes:           for requests above temperature 0; where there are none, they are answered as at 0.
     schedule:        how the stages of an iteration share lanes; None runs them one after the other.
     bundle, load_s:  where it was loaded from, and the seconds that took; None for an engine made by hand.
     """
@@ -127,10 +146,12 @@ class Engine:
         num_threads: int,
         pace: Pace | None = None,
         schedule: StageSchedule | None = None,
+        modes: tuple[SampledMode, ...] = (),
     ) -> None:
         self.decoder = decoder
         self.shape = shape
         self.pace = pace
+        self.modes = modes
         self.codec = codec
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size
@@ -316,8 +337,16 @@ class Engine:
         self, prompt_ids: list[int], output: OutputStream, budget: int, options: RequestOptions, recorder: Recorder
     ) -> Generator[bool, None, None]:
         """Prefill, then rounds, until the output is finished; yields whether it is whenever there may be text."""
-        decoder, executor = self.decoder, self.executor
-        decoder.reset()
+        decoder, executor, sampling = self.decoder, self.executor, options.sampling
+        chooser = None if sampling.is_argmax else TokenChooser(sampling, prompt_ids)
+        shape, pace, drafting = self.shape, self.pace, None
+        if not sampling.is_greedy and self.modes:
+            assert chooser is not None
+            mode = min(self.modes, key=lambda mode: abs(math.log(mode.temperature / sampling.temperature)))
+            shape, pace, drafting = mode.shape, mode.pace, Drafting(mode.table)
+            if mode.draws:
+                drafting = Drafting(mode.table, sampling.temperature, chooser)
+        decoder.reset(drafting)
         executor.reset()
         if output.finished:  # nothing was asked for
             return
@@ -328,9 +357,10 @@ class Engine:
             output=output,
             eos_ids=frozenset() if options.ignore_eos else self.eos_ids,
             budget=budget,
-            shape=PLAIN if options.plain else self.shape,
-            pace=None if options.plain else self.pace,
-            choose=None if options.sampling.is_argmax else TokenChooser(options.sampling, prompt_ids).choose,
+            shape=PLAIN if options.plain else shape,
+            pace=None if options.plain else pace,
+            chooser=chooser,
+            draws=drafting is not None and drafting.draws,
             drafter_context=self.drafter_context,
             verify_width=schedule.verify_width,
             looks_ahead=schedule.looks_ahead,

@@ -8,7 +8,7 @@ comes next, only how many come at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from yggrt.accept import accept_greedy, walk
-from yggrt.artifacts import DRAFT_ROWS, Step, attention_windows
+from yggrt.accept import DraftLaw, accept_greedy, walk
+from yggrt.artifacts import DRAFT_LAWS, DRAFT_ROWS, TREE, Step, attention_windows
 from yggrt.depth import DepthNetwork
 from yggrt.kvcache import KvCache
 from yggrt.masks import StepMask, prefix_mask
+from yggrt.sampling import TokenChooser
 from yggrt.tree import Tree, TreeShape, VerifyCut, cut_most_valuable, order_by_value
 
 PREFILL_WIDTH = 256
@@ -74,8 +75,23 @@ ChooseWidth = Callable[[NDArray[np.float32], int], int]
 """W_v for a tree: (log values, most valuable first, float32[N]; extent) to rows, at least 1."""
 
 
-ChooseToken = Callable[[Tensor], int]
-"""The next token, from the verifier's logits [V] after all tokens before it."""
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How a request's trees are drafted.
+
+    table:       float32[K, B], log a; see `yggrt.artifacts.draft_inputs`.
+    temperature: children are drawn at; 0 takes the drafter's favourites.
+    chooser:     of the request's tokens, which makes the noise for draws; None where there are none.
+    """
+
+    table: Tensor
+    temperature: float = 0.0
+    chooser: TokenChooser | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether children are drawn, so that `traverse` may verify them."""
+        return self.chooser is not None
 
 
 @dataclass(slots=True)
@@ -85,16 +101,17 @@ class Iteration:
     tokens:       all committed ones, prefilled but the last.
     shape:        the tree to grow; depth 0 is a plain iteration.
     choose_width: rows to verify, up to the shape's verify width; None always takes that many.
-    choose:       in place of the verifier's argmax.
+    chooser:      chooses in place of the verifier's argmax.
     ahead_depth:  depth of the deepest node that drafts ahead of time may run, 0 for none.
     """
 
     tokens: Sequence[int]
     shape: TreeShape
     choose_width: ChooseWidth | None = None
-    choose: ChooseToken | None = None
+    chooser: TokenChooser | None = None
     ahead_depth: int = 0
-    drafted: Sequence[Tensor] = ()  # rows and growth state after the last pass, or a fused draft's tree
+    drafted: Sequence[Tensor] = ()  # rows and growth state after the last pass
+    laws: list[Sequence[Tensor]] = field(default_factory=list)  # that children were drawn from, pass by pass
     num_passes: int = 0
     num_run: int = 0  # of the tree's nodes, those with drafter KV
     tree: Tree | None = None
@@ -113,6 +130,18 @@ class Iteration:
     def behind(self) -> bool:
         """Whether the drafter has tokens to read after it before it can draft again."""
         return self.shape.draft_depth == 0
+
+    def passed(self, outputs: Sequence[Tensor]) -> None:
+        """A draft pass was run."""
+        self.drafted, self.num_passes = outputs[: -len(DRAFT_LAWS)], self.num_passes + 1
+        self.laws.append(outputs[-len(DRAFT_LAWS) :])
+
+    def laws_of(self, cut: VerifyCut) -> Callable[[int], DraftLaw]:
+        """A row of a cut to the law its children were drawn from."""
+        tokens, log_q = (np.concatenate([part.numpy() for part in parts]) for parts in zip(*self.laws, strict=True))
+        chances = np.exp(log_q.astype(np.float64))
+        chances /= chances.sum(axis=1, keepdims=True)
+        return lambda row: DraftLaw(tokens[cut.nodes[row]], chances[cut.nodes[row]])
 
     def result(self) -> Round:
         """What `accept` found."""
@@ -150,7 +179,7 @@ class Decoder:
     """Decodes one sequence at a time with a drafter and a verifier.
 
     fused:      by depth, the graphs that draft a whole tree of `draft_width` at once; other trees grow pass by pass.
-    table:      float32[K, B], log a by (rank, log q); see `yggrt.artifacts.draft_inputs`.
+    table:      float32[K, B], log a by (rank, log q), of requests that do not bring their own; see `Drafting`.
     network:    evaluated inside `verify`; None where no depth was learned.
     by_width:   steps that run as many rows alone, in place of `verify` in an iteration.
     on_prefill: called with (tokens of the prompt read, tokens of the prompt) as the prefill goes on; None for nobody.
@@ -190,6 +219,9 @@ class Decoder:
         self.windows = attention_windows(verifier_cache.layouts)
         self.compiled_s = 0.0  # seconds inside compiled steps since `reset`, without those of drafts ahead of time
         self.num_guessed = 0  # head drafts since `reset` that were there already
+        self._drafting = Drafting(table)
+        self._temperature = torch.zeros(1)
+        self._no_noise: dict[int, Tensor] = {}
         self.stages: Mapping[str, Callable[[Iteration], None]] = {
             "head": self._head,
             "grow": self._grow,
@@ -237,8 +269,10 @@ class Decoder:
         """Where the steps run."""
         return self.verifier_cache.buffers[0].device
 
-    def reset(self) -> None:
-        """Start a new sequence."""
+    def reset(self, drafting: Drafting | None = None) -> None:
+        """Start a new sequence. drafting: default the drafter's favourites by the decoder's own table."""
+        self._drafting = drafting or Drafting(self.table)
+        self._temperature[0] = self._drafting.temperature
         self.verifier_cache.reset()
         self.drafter_cache.reset()
         self.compiled_s = 0.0
@@ -247,10 +281,10 @@ class Decoder:
 
     # Verifier
 
-    def prefill(self, tokens: Sequence[int], choose: ChooseToken | None = None) -> Round:
+    def prefill(self, tokens: Sequence[int], chooser: TokenChooser | None = None) -> Round:
         """Run the prompt through the verifier. tokens: all committed ones, at least one. Returns the token after it.
 
-        choose: in place of the verifier's argmax; here and below.
+        chooser: chooses in place of the verifier's argmax; here and below.
         """
         cache = self.verifier_cache
         outputs: list[Tensor] = []
@@ -267,7 +301,7 @@ class Decoder:
             if self.on_prefill is not None:
                 self.on_prefill(last, len(tokens))
         choices, gaps, _, logits, _ = outputs
-        token = int(choices[-1]) if choose is None else choose(logits[-1].cpu())
+        token = int(choices[-1]) if chooser is None else chooser.choose(logits[-1].cpu())
         return Round((token,), (float(gaps[-1]),), len(choices) - 1, outputs, 0, len(tokens), extent, 1.0)
 
     def flush_moves(self) -> None:
@@ -324,7 +358,7 @@ class Decoder:
         extent = self._extent_tensor(first_position + width + 1)
         self._root_array[:] = 0, extent.numel()  # beyond the slots read: none of them is a node's
         self._run_draft((*rows.unbind(), ancestors), self._range(0, 1), self._range(0, 1), self._range(1, 1),
-                        self._empty_state, extent)  # fmt: skip
+                        self._empty_state, self._zeros(1), extent)  # fmt: skip
 
     def _run_draft(
         self,
@@ -333,14 +367,15 @@ class Decoder:
         expand_nodes: Tensor,
         new_nodes: Tensor,
         state: Sequence[Tensor],
+        noise: Tensor,
         extent: Tensor,
         ahead: bool = False,
     ) -> list[Tensor]:
         """One pass. ahead: of a draft ahead of time, whose seconds are not the iteration's own."""
-        cache = self.drafter_cache
+        cache, table = self.drafter_cache, self._drafting.table
         started = perf_counter()
         outputs = self.draft(
-            *rows, expand_rows, expand_nodes, new_nodes, self._root, *state, self.table, extent,
+            *rows, expand_rows, expand_nodes, new_nodes, self._root, *state, table, self._temperature, noise, extent,
             cache.move_src, cache.move_dst,
         )  # fmt: skip
         if not ahead:
@@ -349,12 +384,25 @@ class Decoder:
         return outputs
 
     def _run_fused(self, step: Step, extent: Tensor) -> Sequence[Tensor]:
-        cache = self.drafter_cache
+        cache, table = self.drafter_cache, self._drafting.table
+        noise = self._noise(step.limits.max_nodes)
         started = perf_counter()
-        outputs = step(*self._head_rows, self._root, self.table, extent, cache.move_src, cache.move_dst)
+        outputs = step(
+            *self._head_rows, self._root, table, self._temperature, noise, extent, cache.move_src, cache.move_dst
+        )
         self.compiled_s += perf_counter() - started
         cache.moved()
         return outputs
+
+    def _noise(self, rows: int) -> Tensor:
+        """For the draws of the nodes that a pass expands; see `yggrt.artifacts.draft_inputs`."""
+        chooser = self._drafting.chooser
+        return self._zeros(rows) if chooser is None else chooser.noise(rows, self.draft.limits.num_drawn)
+
+    def _zeros(self, rows: int) -> Tensor:
+        if rows not in self._no_noise:
+            self._no_noise[rows] = torch.zeros(rows, self.draft.limits.num_drawn)
+        return self._no_noise[rows]
 
     def _range(self, first: int, count: int) -> Tensor:
         key = (first, count)
@@ -375,10 +423,10 @@ class Decoder:
         tokens: Sequence[int],
         shape: TreeShape,
         choose_width: ChooseWidth | None = None,
-        choose: ChooseToken | None = None,
+        chooser: TokenChooser | None = None,
     ) -> Round:
         """One iteration, stage after stage, with no draft ahead of time; the arguments are those of `Iteration`."""
-        iteration = Iteration(tokens, shape, choose_width, choose)
+        iteration = Iteration(tokens, shape, choose_width, chooser)
         for stage in SEQUENCE:
             self.stages[stage](iteration)
         return iteration.result()
@@ -415,11 +463,11 @@ class Decoder:
         if self._fused_graph(iteration) is None:
             self._tree_tokens_array[0] = tokens[-1]
             first = (*self._head_rows, self._head_ancestors)
-            iteration.drafted = self._run_draft(
+            outputs = self._run_draft(
                 first, self._range(1, 1), self._range(0, 1), self._range(1, shape.draft_width), self._empty_state,
-                self._tree_extent(iteration),
+                self._noise(1), self._tree_extent(iteration),
             )  # fmt: skip
-            iteration.num_passes = 1
+            iteration.passed(outputs)
 
     def _fused_graph(self, iteration: Iteration) -> Step | None:
         """The graph with all passes of an iteration; None where there is none, or more passes are to follow."""
@@ -442,7 +490,9 @@ class Decoder:
         if iteration.num_passes == 0:
             fused = self._fused_graph(iteration)
             assert fused is not None
-            iteration.tree = Tree.of_state(self._run_fused(fused, self._tree_extent(iteration)), shape.capacity)
+            outputs = self._run_fused(fused, self._tree_extent(iteration))
+            iteration.tree = Tree.of_state(outputs, shape.capacity)
+            iteration.laws.append(outputs[len(TREE) :])
             return
         while iteration.num_passes < shape.draft_depth:
             self._next_pass(iteration)
@@ -453,11 +503,11 @@ class Decoder:
         """Run the nodes that were added last, and add as many again."""
         width, passes = iteration.shape.draft_width, iteration.num_passes
         rows, state = iteration.drafted[: len(DRAFT_ROWS)], iteration.drafted[len(DRAFT_ROWS) :]
-        iteration.drafted = self._run_draft(
+        outputs = self._run_draft(
             rows, self._range(0, width), self._range(1 + (passes - 1) * width, width),
-            self._range(1 + passes * width, width), state, self._tree_extent(iteration), ahead,
+            self._range(1 + passes * width, width), state, self._noise(width), self._tree_extent(iteration), ahead,
         )  # fmt: skip
-        iteration.num_passes = passes + 1
+        iteration.passed(outputs)
 
     def _tail(self, iteration: Iteration) -> None:
         shape = iteration.shape
@@ -504,20 +554,23 @@ class Decoder:
 
     def _accept(self, iteration: Iteration) -> None:
         choices, gaps, _, logits, _ = iteration.outputs
-        cut, choose = iteration.cut, iteration.choose
+        cut, chooser = iteration.cut, iteration.chooser
         path, num_drafted, num_verified = [0], 0, 1
         if cut is not None:
             assert iteration.tree is not None
             num_drafted, num_verified = iteration.tree.num_nodes - 1, cut.nodes.size
-        if choose is None:
+        if chooser is None:
             chosen = choices.numpy()
             if cut is not None:
                 path = accept_greedy(cut.tokens, cut.parents, chosen)
             emitted = tuple(chosen[path].tolist())
         elif cut is None:
-            emitted = (choose(logits[0].cpu()),)
+            emitted = (chooser.choose(logits[0].cpu()),)
         else:
-            path, bonus = walk(cut.tokens, cut.parents, lambda row: choose(logits[row].cpu()))
+            if self._drafting.draws:
+                path, bonus = chooser.traverse(cut.tokens, cut.parents, logits.cpu(), iteration.laws_of(cut))
+            else:
+                path, bonus = walk(cut.tokens, cut.parents, lambda row: chooser.choose(logits[row].cpu()))
             emitted = (*cut.tokens[path[1:]].tolist(), bonus)
         iteration.path = path
         iteration.outcome = Round(
@@ -544,11 +597,12 @@ class Decoder:
         empty = self._empty_state
         outputs = self._run_draft(
             (*self._guess_rows, ancestors), self._range(1, 1), self._range(0, 1), self._range(1, shape.draft_width),
-            (self._guess_tokens, empty[1], state[2], *empty[3:]), self._tree_extent(iteration), ahead=True,
+            (self._guess_tokens, empty[1], state[2], *empty[3:]), self._noise(1), self._tree_extent(iteration),
+            ahead=True,
         )  # fmt: skip
         for moved in outputs[1:4]:  # positions, slots and visible rows, with the guess as the root
             moved += depth
-        iteration.guess = NextHead(parent, node, token, depth, outputs)
+        iteration.guess = NextHead(parent, node, token, depth, outputs[: -len(DRAFT_LAWS)])
 
     def _move(self, iteration: Iteration) -> None:
         """Owe both caches the moves that make the accepted path their committed prefix.

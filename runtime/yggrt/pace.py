@@ -5,11 +5,16 @@ and the plan's curves. So is the draft depth where the plan holds a depth networ
 otherwise the depth is the plan's. Where speculation loses on the text at hand it becomes shallower, then plain
 decoding, with a new try later.
 
-Invariant: what iterations can lose against plain decoding, by the plan's curves, is bounded, see `Pace`; reading a
-prompt into the drafter comes on top. Nothing here changes which token comes next.
+What one kind of step takes against another drifts with what else a machine does. Where the arithmetic is the same at
+every width (float32), so that it cannot show in a text, the curves are corrected by the clock as iterations go on.
+
+Invariant: what iterations can lose against plain decoding, by the curves, is bounded, see `Pace`; reading a prompt into
+the drafter comes on top. Nothing here changes which token comes next.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +22,7 @@ from numpy.typing import NDArray
 from yggrt.depth import DepthNetwork
 from yggrt.latency import StepTimes
 from yggrt.plan import HostSeconds, TreePolicy
-from yggrt.tree import TreeShape
+from yggrt.tree import TreeShape, depths_to_fall_back_to
 
 DEBT = 1.0
 """Tokens that a depth may lose on plain decoding before a shallower one takes its place."""
@@ -31,23 +36,49 @@ FIRST_PAUSE = 16
 TRIAL_DEBT = 0.25
 """What a new try after a pause may lose."""
 
+MARGIN = 1.03
+"""By how much a draft has to win to count as no loss: one that gains less than the curves may be off is not worth its
+risk."""
 
-def depths_to_fall_back_to(depth: int) -> tuple[int, ...]:
-    """The halves of a depth down to plain decoding, and the depth itself: ascending."""
-    depths = {0}
-    while depth > 0:
-        depths.add(depth)
-        depth //= 2
-    return tuple(sorted(depths))
+DRIFT_STEP = 0.01
+"""By how much one iteration moves the log of a drift; only its side counts, so that a drift follows the median."""
+
+KNOWN_AFTER = 12
+"""Iterations of either kind before their drifts are compared."""
+
+MOST_DRIFT = 0.4
+"""Largest log of the drift of speculative against plain iterations that is believed."""
+
+
+class Drift:
+    """What iterations take, over what the curves say. Outlives a request, since it is the machine's."""
+
+    def __init__(self) -> None:
+        self._log = [0.0, 0.0]
+        self._seen = [0, 0]
+
+    def observe(self, drafted: bool, seconds: float, predicted: float) -> None:
+        """Compiled steps of one iteration took so long. drafted: whether they drafted."""
+        self._log[drafted] += DRIFT_STEP if seconds > predicted * math.exp(self._log[drafted]) else -DRIFT_STEP
+        self._seen[drafted] += 1
+
+    @property
+    def of_drafts(self) -> float:
+        """Of speculative against plain iterations; 1 until both are known."""
+        if min(self._seen) < KNOWN_AFTER:
+            return 1.0
+        return math.exp(max(-MOST_DRIFT, min(self._log[True] - self._log[False], MOST_DRIFT)))
 
 
 class Pace:
     """The choices of one engine, request by request. The arguments are those of a plan; see `yggrt.plan.Plan`.
 
+    follows_clock: whether the curves are corrected by what iterations take.
+
     Gains are counted in tokens: those an iteration emitted, less those plain decoding would have made in the time the
-    plan's curves give it. A depth is left when they fall below -DEBT, so a request loses at most DEBT and one iteration
-    on each depth to fall back to, then TRIAL_DEBT and one iteration for every pause, and pauses double. A depth that
-    was fallen back to is the most that the network may choose.
+    plan's curves give it, and MARGIN. A depth is left when they fall below -DEBT, so a request loses at most DEBT and
+    one iteration on each depth to fall back to, then TRIAL_DEBT and one iteration for every pause, and pauses double. A
+    depth that was fallen back to is the most that the network may choose.
     """
 
     def __init__(
@@ -58,8 +89,10 @@ class Pace:
         plain_width: int,
         token_s: float,
         network: DepthNetwork | None = None,
+        follows_clock: bool = False,
     ) -> None:
         self.draft_width = policy.draft_width
+        self._drift = Drift() if follows_clock else None
         steps_down = depths_to_fall_back_to(policy.default_shape.draft_depth)
         self.depths = tuple(depth for depth in policy.draft_depths if depth in steps_down)
         self.verify_widths = policy.verify_widths
@@ -71,6 +104,7 @@ class Pace:
         self._menu = np.array(policy.verify_widths)
         self._costs: dict[tuple[int, int], NDArray[np.float64]] = {}
         self._seconds: dict[tuple[int, int, int], float] = {}
+        self.predicted_s = 0.0  # of the compiled steps of all iterations observed, by the curves
         self.start()
 
     def start(self) -> None:
@@ -148,14 +182,25 @@ class Pace:
             )
         return self._seconds[key]
 
-    def observe(self, depth: int, verify_width: int, extent: int, emitted: int) -> None:
-        """What came of an iteration of `shape()`, or of one cut short near the end of a text."""
+    def observe(
+        self, depth: int, verify_width: int, extent: int, emitted: int, compiled_s: float | None = None
+    ) -> None:
+        """What came of an iteration of `shape()`, or of one cut short near the end of a text.
+
+        compiled_s: seconds of its compiled steps, where they were measured.
+        """
         seconds = self._next_s(depth, verify_width, extent, self._behind)
         self._behind = depth == 0
+        predicted_s = seconds - (self._host.speculative_s if depth else self._host.plain_s)
+        self.predicted_s += predicted_s
+        if self._drift is not None and compiled_s is not None:
+            self._drift.observe(depth > 0, compiled_s, predicted_s)
+            if depth:
+                seconds *= self._drift.of_drafts
         if depth == 0:
             self._plain_left = max(0, self._plain_left - 1)
             return
-        cost = seconds / self.iteration_s(0, 1, extent)
+        cost = MARGIN * seconds / self.iteration_s(0, 1, extent)
         self._balance = min(self._balance + emitted - cost, CREDIT)
         if self._balance >= CREDIT:
             self._limit, self._pause = DEBT, FIRST_PAUSE

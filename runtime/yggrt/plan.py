@@ -23,10 +23,10 @@ from yggrt.errors import BundleFormatError, PlanFormatError
 from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.schedule import COMPILED, STAGES, StageSchedule
 from yggrt.text import TextSpec
-from yggrt.tree import TreeShape
+from yggrt.tree import TreeShape, depths_to_fall_back_to
 
-FORMAT_VERSION = 5
-OLDEST_READABLE_VERSION = 5
+FORMAT_VERSION = 6
+OLDEST_READABLE_VERSION = 6
 
 PLAN_FILE = "plan.ygg"
 MANIFEST_FILE = "bundle.ygg"
@@ -298,6 +298,46 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledPolicy:
+    """A way to draft at a temperature above 0.
+
+    chosen: whether requests are drafted so, those whose temperature is nearest to this one.
+    draws:  whether children are drawn, and the tree is traversed; else they are the drafter's favourites, through which
+            the verifier's own draws walk.
+    shape:  of the trees; depth 0 is plain decoding. verify_widths: menu of W_v, a single one for trees that are drawn.
+    table:  by rank and log q for favourites; by place and minus the entropy of the drafter's law for drawn children.
+    host:   measured at this temperature. token_s: 1 / lambda. prediction: as the plan's.
+    """
+
+    temperature: float
+    chosen: bool
+    draws: bool
+    shape: TreeShape
+    verify_widths: tuple[int, ...]
+    children_per_node: int
+    table: AcceptanceTable
+    host: HostSeconds
+    token_s: float
+    prediction: Prediction
+
+    def __post_init__(self) -> None:
+        _require(math.isfinite(self.temperature) and self.temperature > 0, f"a temperature of {self.temperature}")
+        _require(self.token_s > 0, f"token_s={self.token_s} must be above 0")
+        _require(
+            not self.draws or len(self.verify_widths) == 1,
+            f"trees that are drawn have one verify width, not the menu {self.verify_widths!s:.80}",
+        )
+        self.trees(None)
+
+    def trees(self, draft_vocabulary: tuple[int, ...] | None) -> TreePolicy:
+        """The trees it may grow."""
+        depths = depths_to_fall_back_to(self.shape.draft_depth)
+        return TreePolicy(
+            self.shape.draft_width, depths, self.verify_widths, self.children_per_node, draft_vocabulary, self.shape
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class DepthFigures:
     """Ways to choose the draft depth, simulated on the calibration's held-out part.
 
@@ -371,6 +411,8 @@ class Plan:
                  the default shape is always used.
     depth_network: chooses the depth of each iteration; None where it is fixed.
     depth_figures: what it was compared by; None where nothing was learned.
+    sampled:     ways to draft above temperature 0, by ascending temperature, of which one is chosen at each; none where
+                 requests are answered there as at 0.
     calibration, prediction: None where nothing was calibrated.
     """
 
@@ -392,6 +434,7 @@ class Plan:
     token_s: float | None
     depth_network: DepthNetwork | None
     depth_figures: DepthFigures | None
+    sampled: tuple[SampledPolicy, ...]
     calibration: CalibrationRecord | None
     prediction: Prediction | None
     provenance: Provenance
@@ -415,18 +458,20 @@ class Plan:
         if self.token_s is not None:
             _require(self.token_s > 0, f"token_s={self.token_s} must be above 0")
             _require_curves(self.curves, self.policy)
+        warmth = [each.temperature for each in self.sampled]
+        chosen = [each.temperature for each in self.sampled if each.chosen]
+        _require(warmth == sorted(warmth), f"the temperatures of sampled are not ascending: {warmth!s:.80}")
+        _require(chosen == sorted(set(warmth)), f"of sampled, one is chosen at each temperature, not at {chosen!s:.80}")
+        _require(not warmth or self.token_s is not None, "sampled needs token_s, what a token is worth")
+        for each in self.sampled:
+            trees = each.trees(self.policy.draft_vocabulary)
+            trees.require_vocabulary(self.drafter.vocab_size)
+            _require_curves(self.curves, trees)
+            _require_table(each.table, trees)
         if self.depth_network is not None:
             _require_depths(self.depth_network, self)
         _require_schedule(self)
-        _require(
-            math.isclose(self.acceptance_table.log_q_min, LOG_Q_MIN),
-            f"the acceptance table starts at log q = {self.acceptance_table.log_q_min}; the draft pass at {LOG_Q_MIN}",
-        )
-        _require(
-            self.policy.children_per_node <= self.acceptance_table.num_ranks,
-            f"children_per_node={self.policy.children_per_node} exceeds the {self.acceptance_table.num_ranks} ranks "
-            "of the acceptance table",
-        )
+        _require_table(self.acceptance_table, self.policy)
 
 
 def encode_plan(plan: Plan) -> bytes:
@@ -616,6 +661,18 @@ def _require_curves(curves: tuple[LatencyPoint, ...], policy: TreePolicy) -> Non
     )
     if policy.draft_depths[-1] > 0:
         StepTimes(curves).draft_s(policy.draft_width, policy.draft_depths[-1], 1)
+
+
+def _require_table(table: AcceptanceTable, policy: TreePolicy) -> None:
+    """Whether the draft pass can use a table, and it speaks of all children."""
+    _require(
+        math.isclose(table.log_q_min, LOG_Q_MIN),
+        f"the acceptance table starts at log q = {table.log_q_min}; the draft pass at {LOG_Q_MIN}",
+    )
+    _require(
+        policy.children_per_node <= table.num_ranks,
+        f"children_per_node={policy.children_per_node} exceeds the {table.num_ranks} ranks of the acceptance table",
+    )
 
 
 def _require_depths(network: DepthNetwork, plan: Plan) -> None:

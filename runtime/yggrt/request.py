@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from yggrt.errors import ArtifactError
-from yggrt.executor import ChooseToken, Decoder, Iteration, Round
+from yggrt.executor import Decoder, Iteration, Round
 from yggrt.pace import Pace
+from yggrt.sampling import TokenChooser
 from yggrt.stats import Recorder
 from yggrt.text import OutputStream
 from yggrt.tree import PLAIN, TreeShape
@@ -25,6 +26,9 @@ class Request:
 
     tokens:  the committed ones; eos_ids: those that end the text; budget: tokens it may get.
     shape:   of the trees where there is no pace; of depth 0 for a request without the drafter.
+    chooser: chooses tokens in place of the verifier's argmax.
+    draws:   whether the trees are drawn; nothing then depends on the clock, and W_v not on what was drawn, so that the
+             law is the verifier's and a seed gives one text.
     verify_width: W_v where it does not follow the values.
     looks_ahead:  whether anything is drafted ahead of time.
     ended:   whether the text is over, whatever is still to be emitted.
@@ -39,7 +43,8 @@ class Request:
         budget: int,
         shape: TreeShape,
         pace: Pace | None,
-        choose: ChooseToken | None,
+        chooser: TokenChooser | None,
+        draws: bool,
         drafter_context: int,
         verify_width: int | None,
         looks_ahead: bool,
@@ -47,12 +52,13 @@ class Request:
     ) -> None:
         self.decoder, self.tokens, self.output, self.recorder = decoder, tokens, output, recorder
         self.eos_ids, self.budget = eos_ids, budget
-        self.shape, self.pace, self.choose = shape, pace, choose
+        self.shape, self.pace, self.chooser, self.draws = shape, pace, chooser, draws
         self.drafter_context, self.verify_width, self.looks_ahead = drafter_context, verify_width, looks_ahead
         self.ended = False
         self._remaining = budget
         self._kept: tuple[int, ...] = ()  # of the last iteration, not yet among `tokens`
         self._outcome: Round | None = None
+        self._compiled_s = 0.0  # inside compiled steps until the last iteration
         self._worth: NDArray[np.float64] | None = None  # of the next depths, by row of the last verifier step
         self.stages: Mapping[str, Callable[[Iteration], None]] = {
             **decoder.stages,
@@ -66,7 +72,7 @@ class Request:
     def read_prompt(self) -> None:
         """Prefill, and the first token."""
         decoder, started = self.decoder, perf_counter()
-        first = decoder.prefill(self.tokens, self.choose)
+        first = decoder.prefill(self.tokens, self.chooser)
         read = perf_counter()
         _require_finite(first.gaps)
         self._keep(first)
@@ -77,6 +83,7 @@ class Request:
         if not self.ended and self._within_limits(self.shape).draft_depth:
             decoder.prefill_drafter([*self.tokens, *self._kept])  # whatever the first depth will be
         ended = perf_counter()
+        self._compiled_s = decoder.compiled_s
         self.recorder.prompt_read(read - started, ended - drafting, ended - started, decoder.compiled_s)
         if self.pace is not None:
             self._worth = self.pace.worth(first.by_depth, first.extent, False)
@@ -94,12 +101,12 @@ class Request:
         if self.verify_width is not None:
             narrow = min(self.verify_width, shape.verify_width)
             shape = TreeShape(shape.draft_width, shape.draft_depth, narrow)
-        elif pace is not None:
+        elif pace is not None and not self.draws:
             choose_width = pace.verify_width
         ahead = 0
-        if self.looks_ahead and shape.draft_depth:
+        if self.looks_ahead and shape.draft_depth and not self.draws:
             ahead = min(shape.draft_depth + 1, self._remaining - 1, self.drafter_context - len(self.tokens))
-        return Iteration(self.tokens, shape, choose_width, self.choose, max(ahead, 0))
+        return Iteration(self.tokens, shape, choose_width, self.chooser, max(ahead, 0))
 
     def _within_limits(self, shape: TreeShape) -> TreeShape:
         """A tree no deeper than the drafter and the budget allow.
@@ -125,7 +132,10 @@ class Request:
         self._outcome = outcome
         if self.pace is not None:
             depth = iteration.shape.draft_depth
-            self.pace.observe(depth, outcome.num_verified, outcome.extent, len(iteration.kept))
+            compiled_s = self.decoder.compiled_s - self._compiled_s
+            self._compiled_s += compiled_s
+            clock = None if self.draws else compiled_s
+            self.pace.observe(depth, outcome.num_verified, outcome.extent, len(iteration.kept), clock)
             iteration.fallbacks = self.pace.num_fallbacks
 
     def _keep(self, outcome: Round) -> tuple[int, ...]:

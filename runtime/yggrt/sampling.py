@@ -1,26 +1,28 @@
 """What a request makes of the verifier's law, and drawing from it: temperature, top-k, top-p, min-p, penalty, seed.
 
-The meaning and the order are those of transformers: penalty, temperature, top-k, top-p, min-p. A request draws one
-number for each of its tokens, in their order, from a generator of its own. Invariant: what is drawn depends on the
-logits, the options and the seed alone, so that plain and speculative decoding with one seed say the same. Chances are
-float32, their sums float64.
+The meaning and the order are those of transformers: penalty, temperature, top-k, top-p, min-p. A request draws from a
+generator of its own. Invariant: what is emitted has the verifier's law; with a seed it depends on nothing else but the
+plan. Chances are float32, sums of many of them float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from yggrt.accept import DraftLaw, traverse
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are temperature 0."""
 
-DRAW_BLOCK = 256
-"""Tokens whose chances are summed together before one of them is looked for."""
+BLOCK = 128
+"""Tokens that are looked at together before one of them is looked for."""
 
 Scores = NDArray[np.float32]
 
@@ -77,7 +79,7 @@ def _require_integer(name: str, value: object) -> None:
 
 
 class TokenChooser:
-    """Chooses the tokens of one request, one after another.
+    """Chooses the tokens of one request, one after another or an iteration's at a time.
 
     history: tokens of the prompt.
     """
@@ -86,18 +88,66 @@ class TokenChooser:
         self.options = options
         self._generator = np.random.default_rng(options.seed)
         self._seen = dict.fromkeys(history)
+        self._laws: list[Scores] = []  # room for those of an iteration
 
     def choose(self, logits: Tensor) -> int:
         """The next token. logits: [V], the verifier's after all tokens chosen so far. It counts as said from now on."""
-        scores = logits.float().numpy()
-        if self.options.repetition_penalty != 1.0:
-            scores = penalized(scores, list(self._seen), self.options.repetition_penalty)
+        scores = self._scores(logits, ())
         if self.options.is_greedy:
             token = int(scores.argmax())
         else:
-            token = draw(law(scores, self.options), self._generator.random())
+            token = self.draw(law(scores, self.options, self._room(0, scores)))
         self._seen[token] = None
         return token
+
+    def traverse(
+        self,
+        tokens: NDArray[np.int64],
+        parents: NDArray[np.int64],
+        logits: Tensor,
+        drafted: Callable[[int], DraftLaw],
+    ) -> tuple[list[int], int]:
+        """The rows accepted of a tree that was drawn, and the token after them; see `yggrt.accept.traverse`.
+
+        logits: [W, V], the verifier's after each row. What is emitted counts as said from now on.
+        """
+
+        def law_of(row: int) -> Scores:
+            path: list[int] = []
+            at = row
+            while at and self.options.repetition_penalty != 1.0:
+                path.append(int(tokens[at]))
+                at = int(parents[at])
+            scores = self._scores(logits[row], path)
+            return law(scores, self.options, self._room(row, scores))
+
+        path, bonus = traverse(tokens, parents, law_of, drafted, self)
+        self._seen |= dict.fromkeys([*tokens[path[1:]].tolist(), bonus])
+        return path, bonus
+
+    def noise(self, rows: int, columns: int) -> Tensor:
+        """Standard Gumbel numbers for the drafter's draws: float32[rows, columns]."""
+        return torch.from_numpy(self._generator.gumbel(size=(rows, columns)).astype(np.float32))
+
+    def coin(self, probability: float) -> bool:
+        """See `yggrt.accept.Chance`."""
+        return bool(self._generator.random() < probability)
+
+    def draw(self, weights: Scores) -> int:
+        """See `yggrt.accept.Chance`."""
+        return draw(weights, self._generator.random())
+
+    def _room(self, place: int, like: Scores) -> Scores:
+        while len(self._laws) <= place:
+            self._laws.append(np.empty_like(like))
+        return self._laws[place]
+
+    def _scores(self, logits: Tensor, path: Sequence[int]) -> Scores:
+        """Logits [V] after some further tokens, penalized."""
+        scores: Scores = logits.float().numpy()
+        if self.options.repetition_penalty == 1.0:
+            return scores
+        return penalized(scores, list(self._seen | dict.fromkeys(path)), self.options.repetition_penalty)
 
 
 def penalized(scores: Scores, seen: Sequence[int], penalty: float) -> Scores:
@@ -108,40 +158,92 @@ def penalized(scores: Scores, seen: Sequence[int], penalty: float) -> Scores:
     return scores
 
 
-def law(scores: Scores, options: SamplingOptions) -> Scores:
-    """The law to draw from, up to a factor: float32[V], the most likely token at 1. scores: float32[V], penalized."""
-    scores = scores / np.float32(options.temperature)
+def law(scores: Scores, options: SamplingOptions, out: Scores | None = None) -> Scores:
+    """The law to draw from, float32[V], sums to 1. scores: float32[V], penalized.
+
+    out: where to put it; default an array of its own.
+    """
+    chances = np.empty_like(scores) if out is None else out
     if 0 < options.top_k < scores.size:
-        least = np.partition(scores, -options.top_k)[-options.top_k]
-        scores = np.where(scores < least, np.float32(-np.inf), scores)
-    chances: Scores = np.exp(scores - scores.max())
-    if options.top_p < 1.0:
-        chances = _most_likely(chances, options.top_p)
-    if options.min_p > 0.0:
-        chances = np.where(chances < options.min_p, np.float32(0), chances)
-    return chances
+        kept = _largest(scores, options.top_k)
+        few = _truncated(_softmax(scores[kept], options.temperature, np.empty(kept.size, np.float32)), options)
+        chances.fill(0)
+        chances[kept] = few
+        return chances
+    return _truncated(_softmax(scores, options.temperature, chances), options)
 
 
-def _most_likely(chances: Scores, share: float) -> Scores:
-    """The fewest tokens, the most likely first, that hold `share` of the law; the others at 0."""
-    total = float(chances.sum(dtype=np.float64))
-    likely = np.flatnonzero(chances >= (1 - share) * total / chances.size)  # the others hold less than 1 - share
-    ordered = likely[np.argsort(-chances[likely], kind="stable")]
-    sums = chances[ordered].cumsum(dtype=np.float64)
-    kept = ordered[: max(1, int(np.searchsorted(sums, share * total)) + 1)]
-    found = np.zeros_like(chances)
-    found[kept] = chances[kept]
+def _softmax(scores: Scores, temperature: float, out: Scores) -> Scores:
+    if temperature != 1.0:
+        scores = np.divide(scores, np.float32(temperature), out=out)
+    torch.softmax(torch.from_numpy(scores), 0, out=torch.from_numpy(out))
+    return out
+
+
+def _largest(scores: Scores, count: int) -> NDArray[np.int64]:
+    """Places of the `count` largest, and of all that equal the least of them."""
+    likely = np.arange(scores.size)
+    if count <= scores.size // BLOCK:
+        best = _columns(scores)[0].max(axis=0)
+        likely = np.flatnonzero(scores >= np.partition(best, -count)[-count])  # as many columns reach that much
+    few = scores[likely]
+    found: NDArray[np.int64] = likely[few >= np.partition(few, -count)[-count]]
     return found
 
 
-def draw(chances: Scores, number: float) -> int:
-    """The token at which the running sum of a law passes this share of it. chances: float32[V]; number: from 0 below 1.
+def _truncated(chances: Scores, options: SamplingOptions) -> Scores:
+    """By top-p and min-p, in place, and made to sum to 1 again."""
+    if options.top_p < 1.0:
+        kept = _most_likely(chances, options.top_p)
+        few = chances[kept]
+        few /= float(few.sum(dtype=np.float64))
+        chances.fill(0)
+        chances[kept] = few
+    if options.min_p > 0.0:
+        chances[chances < options.min_p * chances.max()] = 0
+        chances /= float(chances.sum(dtype=np.float64))
+    return chances
 
-    Sums are float64, of blocks first, then within one.
+
+def _most_likely(chances: Scores, share: float) -> NDArray[np.int64]:
+    """The fewest tokens, the most likely first, that hold `share` of a law."""
+    least = np.float32(1e-2)
+    while True:
+        likely = np.flatnonzero(chances >= least)
+        few = chances[likely]
+        if few.sum(dtype=np.float64) >= share or least < 1e-30:
+            break
+        least *= np.float32(0.1)
+    order = np.argsort(-few, kind="stable")
+    sums = few[order].cumsum(dtype=np.float64)
+    kept: NDArray[np.int64] = likely[order[: max(1, int(np.searchsorted(sums, share)) + 1)]]
+    return kept
+
+
+def _columns(values: Scores) -> tuple[Scores, Scores]:
+    """Values as BLOCK rows, below one another, and what is left of them: reducing rows is the fastest way through."""
+    width = values.size // BLOCK
+    return values[: width * BLOCK].reshape(BLOCK, width), values[width * BLOCK :]
+
+
+def draw(chances: Scores, number: float) -> int:
+    """A token by its chance. chances: float32[V], up to a factor; number: from 0 below 1, uniform.
+
+    The running sum goes through one column after another, see `_columns`, and passes this share of it at the token.
     """
-    blocks = np.pad(chances, (0, -chances.size % DRAW_BLOCK)).reshape(-1, DRAW_BLOCK)
-    sums = blocks.sum(axis=1, dtype=np.float64).cumsum()
-    at = number * sums[-1]
-    block = min(int(np.searchsorted(sums, at, side="right")), int(sums.argmax()))
-    within = blocks[block].cumsum(dtype=np.float64) + (sums[block - 1] if block else 0.0)
-    return block * DRAW_BLOCK + min(int(np.searchsorted(within, at, side="right")), int(within.argmax()))
+    table, rest = _columns(chances)
+    width = table.shape[1]
+    sums = table.sum(axis=0).cumsum(dtype=np.float64)
+    if rest.size:
+        sums = np.append(sums, sums[-1:].sum() + rest.sum())
+    at = number * float(sums[-1])
+    column = _passed(sums, at)
+    within = (table[:, column] if column < width else rest).cumsum(dtype=np.float64)
+    place = _passed(within, at - float(sums[column - 1]) if column else at)
+    return column + place * width if column < width else width * BLOCK + place
+
+
+def _passed(sums: NDArray[np.float64], at: float) -> int:
+    """The first place where a running sum is above `at`; where rounding leaves none, the first of the largest."""
+    place = int(sums.searchsorted(at, side="right"))
+    return place if place < sums.size else int(sums.argmax())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from yggrt.bundle import Bundle
 from yggrt.cuda import unverified
-from yggrt.pace import depths_to_fall_back_to
-from yggrt.plan import DepthFigures, ModelIdentity, Plan
+from yggrt.plan import DepthFigures, ModelIdentity, Plan, SampledPolicy
 from yggrt.schedule import describe_schedule
+from yggrt.tree import depths_to_fall_back_to
 
 
 def describe(bundle: Bundle) -> str:
@@ -24,6 +24,10 @@ def describe(bundle: Bundle) -> str:
         f"draft head  {_head(plan)}",
         f"schedule    {describe_schedule(plan.schedule)}",
         *(f"  {line}" for line in describe_study(plan)),
+        *(
+            f"{f'at {way.temperature}':<12}{describe_policy(way)}{'' if way.chosen else ' (not chosen)'}"
+            for way in plan.sampled
+        ),
         f"plain       {plan.plain_width} rows a step",
         *(
             f"drafts      of depth {graph.depth}: {'fused' if graph.fused else 'pass by pass'} "
@@ -75,6 +79,19 @@ def describe_depth_figures(figures: DepthFigures) -> str:
         f"over plain decoding on held-out text: {figures.fixed:.3f}x with the best fixed depth "
         f"({figures.fixed_depth}), {figures.confident:.3f}x stopping when unsure, {figures.learned:.3f}x learned, "
         f"{figures.oracle:.3f}x with an oracle"
+    )
+
+
+def describe_policy(way: SampledPolicy) -> str:
+    """A way to draft above temperature 0 and what it gives, in one line."""
+    shape, made = way.shape, way.prediction
+    if shape.draft_depth == 0:
+        return "plain decoding"
+    kind = "drawn children, traversed" if way.draws else "the drafter's favourites, walked through"
+    menu = ", ".join(map(str, way.verify_widths))
+    return (
+        f"{kind}; width {shape.draft_width}, depth {shape.draft_depth}, {way.children_per_node} children a node, "
+        f"verified: {menu}; {made.speedup:.2f}x predicted, {made.tokens_per_iteration:.2f} tokens per iteration"
     )
 
 

@@ -54,6 +54,15 @@ PLAIN = TreeShape(draft_width=1, draft_depth=0, verify_width=1)
 """No tree: plain decoding."""
 
 
+def depths_to_fall_back_to(depth: int) -> tuple[int, ...]:
+    """The halves of a depth down to plain decoding, and the depth itself: ascending."""
+    depths = {0}
+    while depth > 0:
+        depths.add(depth)
+        depth //= 2
+    return tuple(sorted(depths))
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """A grown tree as the draft pass leaves it; all arrays in growth order.

@@ -285,6 +285,7 @@ def write_plan_of(figures: dict, timed: dict, models: dict, target: Any, options
         acceptance_table=identity_table(limits.num_children, limits.num_knots), plain_width=1,
         draft_graphs=(DraftGraph(shape.draft_depth, True, *[draft_seconds(timed, shape)] * 2),),
         curves=tuple(points), host=HostSeconds(host_s, host_s), token_s=None, depth_network=None, depth_figures=None,
+        sampled=(),
         calibration=None, prediction=None,
         provenance=Provenance(__version__, str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")),
     )  # fmt: skip

@@ -56,7 +56,7 @@ def pair(tmp_path_factory):
     )
     graphs = tuple(DraftGraph(depth, True, 0.002, 0.001) for depth in DEPTHS)
     plan = replace(
-        plan, policy=policy, draft_graphs=graphs, token_s=None, depth_network=None, depth_figures=None,
+        plan, policy=policy, draft_graphs=graphs, token_s=None, depth_network=None, depth_figures=None, sampled=(),
         prediction=None, schedule=sequential_schedule(plan.num_threads), schedule_study=None,
     )  # fmt: skip
     write_plan(plan_file, plan)

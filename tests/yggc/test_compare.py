@@ -12,8 +12,7 @@ from transformers import GenerationConfig
 from tests import toy
 from yggc.checkpoints import load_model, open_checkpoint
 from yggc.compare import (
-    RATIOS,
-    WAYS,
+    GREEDY,
     Answer,
     CompareOptions,
     Record,
@@ -43,7 +42,11 @@ def answer(tpot_s: float | None, ids: tuple[int, ...] = (1, 2, 3), calls: int = 
 
 
 def record(index: int, *seconds: float | None, category: str = "qa") -> Record:
-    return Record(index, category, 7, tuple(answer(each) for each in seconds))
+    return in_ways(index, *(answer(each) for each in seconds), category=category)
+
+
+def in_ways(index: int, *answers: Answer, category: str = "qa") -> Record:
+    return Record(index, category, 7, dict(zip(GREEDY.ways, answers, strict=True)))
 
 
 @pytest.fixture
@@ -81,12 +84,12 @@ def test_a_ratio_is_the_median_over_prompts_of_inverse_times_per_token():
     assert found["speculative/hf"]["median"] == pytest.approx(6)  # of 3, 6 and 9
     assert found["speculative/hf assisted"]["median"] == pytest.approx(3)  # of 1.5, 3 and 4
     assert found["plain/hf"]["median"] == pytest.approx(1.5)  # of 1.5, 1.5 and 3
-    assert list(found) == ["/".join(pair) for pair in RATIOS]
+    assert list(found) == ["/".join(pair) for pair in GREEDY.ratios]
 
 
 def test_a_short_answer_is_left_out_of_the_ratios_it_has_a_part_in():
     found = summarize([record(0, 0.4, 0.2, None, 0.3), record(1, 0.4, 0.1, 0.6, None)], NEAR_TIE)["ratios"]
-    assert [found["/".join(pair)]["prompts"] for pair in RATIOS] == [2, 1, 1, 1]
+    assert [found["/".join(pair)]["prompts"] for pair in GREEDY.ratios] == [2, 1, 1, 1]
     assert found["speculative/hf"]["median"] == pytest.approx(6)
     alone = summarize([record(0, None, None, None, None)], NEAR_TIE)
     assert set(alone["ratios"].values()) == {None}
@@ -94,10 +97,10 @@ def test_a_short_answer_is_left_out_of_the_ratios_it_has_a_part_in():
 
 
 def test_tokens_per_second_and_acceptance_length_count_tokens_not_prompts():
-    short = Record(0, "qa", 7, (answer(1.0),) * 4)  # 2 tokens after the first in 2 s and 2 calls
-    longer = Record(1, "qa", 7, (answer(0.25, tuple(range(9)), calls=3),) * 4)  # 8 in 2 s and 3 calls
+    short = in_ways(0, *[answer(1.0)] * 4)  # 2 tokens after the first in 2 s and 2 calls
+    longer = in_ways(1, *[answer(0.25, tuple(range(9)), calls=3)] * 4)  # 8 in 2 s and 3 calls
     found = summarize([short, longer], NEAR_TIE)
-    for way in WAYS:
+    for way in GREEDY.ways:
         assert found[way]["tokens_per_s"] == pytest.approx(10 / 4)
         assert found[way]["acceptance_length"] == pytest.approx(10 / 5)
 
@@ -116,13 +119,13 @@ def test_only_a_speculative_answer_beyond_a_near_tie_is_a_failure():
     near = Answer((1, 2, 4), (0.5, 0.5, 0.02), 0.1, 0.1, 2, 2)
     far = Answer((1, 3, 3), (0.5, 0.3, 0.5), 0.1, 0.1, 2, 2)
     silent = Answer((1, 3, 3), (), 0.1, 0.1, 2, 2)  # transformers tells no gaps: the plain ones count
-    report = summarize([Record(0, "qa", 7, (plain, near, silent, plain)), Record(1, "qa", 7, (plain,) * 4)], NEAR_TIE)
+    report = summarize([in_ways(0, plain, near, silent, plain), in_ways(1, *[plain] * 4)], NEAR_TIE)
     assert report["identical_to_plain"] == {"speculative": 1, "hf": 1, "hf assisted": 2}
     assert report["differences"]["speculative"] == [{"prompt": 0, "token": 2, "gap": 0.02, "allowed": True}]
     assert report["differences"]["hf"] == [{"prompt": 0, "token": 1, "gap": 0.5, "allowed": False}]
     assert report["failures"] == []
     assert "hf 1 of 2 (1 beyond a near tie)" in format_table(report)
-    failed = summarize([Record(0, "qa", 7, (plain, far, plain, plain))], NEAR_TIE)
+    failed = summarize([in_ways(0, plain, far, plain, plain)], NEAR_TIE)
     assert failed["failures"] == [{"prompt": 0, "token": 1, "gap": 0.5, "allowed": False}]
     assert "FAILURE" in format_table(failed)
 
@@ -165,25 +168,25 @@ def test_all_ways_are_reported_and_written(compared):
     assert report["prompts"] == len(PROMPTS)
     counts = {name: figures["prompts"] for name, figures in report["by_category"].items()}
     assert counts == {"qa": 2, "translation": 1, "rag": 2}
-    for way in WAYS:
+    for way in GREEDY.ways:
         assert report[way]["tokens_per_s"] > 0
     for ratio in report["ratios"].values():
         assert ratio["low"] <= ratio["median"] <= ratio["high"]
     assert report["plain"]["acceptance_length"] == report["hf"]["acceptance_length"] == 1
     assert report["speculative"]["acceptance_length"] > 1
     for entry in report["records"]:
-        assert list(entry["answers"]) == list(WAYS)
+        assert list(entry["answers"]) == list(GREEDY.ways)
         assert len(entry["answers"]["plain"]["token_ids"]) <= 8
     progress = [line for line in said if line.startswith("  ")]
     assert len(progress) == len(PROMPTS) and "left" in progress[0]
     table = format_table(report)
-    assert all(name in table for name in ("qa", "translation", "rag", "all", *WAYS))
+    assert all(name in table for name in ("qa", "translation", "rag", "all", *GREEDY.ways))
 
 
 def test_all_ways_say_the_same_in_float32(compared):
     report, _, _ = compared
     assert report["failures"] == []
-    assert report["identical_to_plain"] == dict.fromkeys(WAYS[1:], len(PROMPTS))
+    assert report["identical_to_plain"] == dict.fromkeys(GREEDY.same, len(PROMPTS))
 
 
 def test_a_limit_takes_the_groups_in_turn(toy_bundle, prompts_file):
@@ -244,7 +247,7 @@ def test_generation_settings_of_a_checkpoint_do_not_change_the_text(verifier):
     penalised.generation_config = GenerationConfig(repetition_penalty=5.0, max_length=11)
     engine = toy.make_engine(drafter, verifier, TreeShape(2, 2, 3))
     ways = Ways(engine, drafter, penalised)
-    answers = [ways.answer(way, [5, 6, 7], 16) for way in WAYS]
+    answers = [ways.answer(way, [5, 6, 7], 16) for way in GREEDY.ways]
     assert len({found.token_ids for found in answers}) == 1
     assert len(answers[0].token_ids) == 16
     assert drafter.generation_config.num_assistant_tokens == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -465,6 +466,77 @@ def test_a_rows_children_are_the_same_bits_alone_and_among_any_others(kernels, d
         assert all(torch.equal(part, among[row : row + 1]) for part, among in zip(alone, whole, strict=True))
 
 
+# Draws
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def draw(request, kernels) -> Callable[..., list[Tensor]]:
+    def run(*given) -> list[Tensor]:
+        return kernels(OPERATORS.draw, *given) if request.param == "kernel" else list(OPERATORS.draw(*given))
+
+    return run
+
+
+def candidates(rows: int, size: int) -> tuple[Tensor, Tensor]:
+    """(tokens, log probabilities), most likely first."""
+    torch.manual_seed(16)
+    log_q = torch.log_softmax(torch.randn(rows, size) * 3, dim=-1).sort(dim=-1, descending=True).values
+    return torch.stack([torch.randperm(1000)[:size] for _ in range(rows)]), log_q
+
+
+@pytest.mark.parametrize("rows, size, count", [(1, 1, 1), (3, 32, 8), (2, 9, 9), (8, 16, 1)])
+def test_without_temperature_the_favourites_are_offered(draw, rows, size, count):
+    tokens, log_q = candidates(rows, size)
+    drawn, places, _ = draw(tokens, log_q, torch.full((rows, size), torch.nan), torch.zeros(1), count)
+    assert torch.equal(drawn, tokens[:, :count]) and torch.equal(places, log_q[:, :count])
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.6, 1.0, 40.0])
+@pytest.mark.parametrize("rows, size, count", [(1, 1, 1), (3, 32, 8), (2, 9, 9), (8, 16, 1)])
+def test_draws_are_the_order_of_the_noisy_law(draw, rows, size, count, temperature):
+    tokens, log_q = candidates(rows, size)
+    noise = torch.distributions.Gumbel(0.0, 1.0).sample((rows, size))
+    drawn, places, law = draw(tokens, log_q, noise, torch.tensor([temperature]), count)
+    expected = torch.log_softmax(log_q.double() / temperature, dim=-1)
+    torch.testing.assert_close(law.double(), expected, rtol=1e-4, atol=1e-4)
+    order = (expected + noise).argsort(dim=-1, descending=True)[:, :count]
+    assert torch.equal(drawn, tokens.gather(1, order))
+    sureness = (expected.exp() * expected).sum(-1, keepdim=True).expand(-1, count)
+    torch.testing.assert_close(places.double(), sureness, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_have_the_law_of_drawing_without_replacement(draw):
+    """Chi-square of the first two of 20,000 draws."""
+    tokens, log_q = candidates(1, 4)
+    count = 20_000
+    noise = torch.distributions.Gumbel(0.0, 1.0).sample((count, 4))
+    rows = [each.expand(count, -1).contiguous() for each in (tokens, log_q)]
+    drawn, _, law = draw(*rows, noise, torch.tensor([0.7]), 2)
+    chances = law[0].exp().tolist()
+    square = 0.0
+    for first, second in itertools.permutations(range(4), 2):
+        expected = count * chances[first] * chances[second] / (1 - chances[first])
+        found = int(((drawn[:, 0] == tokens[0, first]) & (drawn[:, 1] == tokens[0, second])).sum())
+        square += (found - expected) ** 2 / expected
+    assert square < 45  # eleven degrees of freedom; one in a hundred thousand
+
+
+def bad_draw() -> dict[str, tuple]:
+    tokens, log_q = candidates(4, 4)
+    noise, warm = torch.zeros(4, 4), torch.ones(1)
+    return {
+        "turned": (tokens, log_q.t(), noise, warm, 2),
+        "fewer rows of noise": (tokens, log_q, noise[:3], warm, 2),
+        "less noise in a row": (tokens, log_q, torch.zeros(4, 3), warm, 2),
+        "tokens of another dtype": (tokens.int(), log_q, noise, warm, 2),
+        "float64": (tokens, log_q.double(), noise, warm, 2),
+        "two temperatures": (tokens, log_q, noise, torch.ones(2), 2),
+        "a temperature of another dtype": (tokens, log_q, noise, warm.double(), 2),
+        "more than there are": (tokens, log_q, noise, warm, 5),
+        "none": (tokens, log_q, noise, warm, 0),
+    }
+
+
 # The operators' references in Python
 
 
@@ -563,6 +635,7 @@ BAD = {
     "embedding": bad_embedding,
     "attention": bad_attention,
     "children": bad_children,
+    "draw": bad_draw,
     "order": bad_order,
 }
 

@@ -57,7 +57,7 @@ def test_a_stream_may_be_closed_by_another_thread_while_it_works(engine, monkeyp
     working, closed = threading.Event(), threading.Event()
     prefill = engine.decoder.prefill
 
-    def slow_prefill(tokens, choose):
+    def slow_prefill(tokens, chooser):
         working.set()
         assert closed.wait(10)
         return prefill(tokens)

@@ -37,6 +37,7 @@ from yggrt.plan import (
     Plan,
     Prediction,
     Provenance,
+    SampledPolicy,
     ScheduleStudy,
     StageTime,
     TreePolicy,
@@ -98,6 +99,25 @@ def sample_plan() -> Plan:
         token_s=0.0075,
         depth_network=sample_network(),
         depth_figures=DepthFigures(4, 1.5, 1.55, 1.6, 1.8, 2.61, 2.58),
+        sampled=tuple(
+            SampledPolicy(
+                temperature,
+                chosen,
+                draws,
+                TreeShape(8, 2, widths[-1]),
+                widths,
+                8,
+                identity_table(8, num_knots=5),
+                HostSeconds(0.0003, 0.0009),
+                0.009,
+                Prediction(0.0095, 0.015, 2.1),
+            )
+            for temperature, chosen, draws, widths in [
+                (0.6, False, True, (8,)),
+                (0.6, True, False, (4, 8)),
+                (1.0, True, True, (4,)),
+            ]
+        ),  # fmt: skip
         calibration=CalibrationRecord("built-in", SHA256, 60, 7680),
         prediction=Prediction(tpot_s=0.008, plain_tpot_s=0.015, tokens_per_iteration=2.5),
         provenance=Provenance("0.1.0", "2.14.1+cpu", "2025-11-29T22:33:00+00:00"),
@@ -107,11 +127,11 @@ def sample_plan() -> Plan:
 def sample_manifest() -> Manifest:
     """A manifest that uses every field of the current format version."""
     limits = StepLimits(
-        kv_rows=2100, max_width=64, max_moves=16, max_nodes=33, pool_size=24, num_children=8, num_knots=33
+        kv_rows=2100, max_width=64, max_moves=16, max_nodes=33, pool_size=24, num_children=8, num_drawn=32, num_knots=33
     )
     full, sliding = LayerLayout(3, 64, 64, None), LayerLayout(1, 32, 48, 512)
     return Manifest(
-        step_abi_version=2,
+        step_abi_version=3,
         torch_version="2.14.1",
         target="cpu",
         architecture="x86_64",
@@ -155,6 +175,7 @@ def test_a_file_comes_back_equal_and_its_bytes_are_always_the_same(encode, decod
 
 def test_what_was_not_measured_may_be_absent():
     absent = dict.fromkeys(("prediction", "calibration", "token_s", "depth_network", "depth_figures"))
+    absent["sampled"] = ()
     schedule = sequential_schedule(2)
     bare = dataclasses.replace(sample_plan(), curves=(), schedule=schedule, schedule_study=None, **absent)
     assert plans.decode_plan(plans.encode_plan(bare)) == bare
@@ -451,7 +472,9 @@ def test_a_version_that_is_not_readable_is_refused_by_number():
     for version in (0, plans.FORMAT_VERSION + 1):
         data = bytearray(plans.encode_plan(sample_plan()))
         data[8:12] = struct.pack("<I", version)
-        with pytest.raises(PlanFormatError, match=f"format version {version}; this runtime reads 5 to 5. Rebuild it"):
+        with pytest.raises(
+            PlanFormatError, match=f"format version {version}; this runtime reads {plans.OLDEST_READABLE_VERSION} to"
+        ):
             plans.decode_plan(bytes(data))
 
 

@@ -21,11 +21,13 @@ from transformers import (
 from tests import toy
 from yggrt.bundle import load
 from yggrt.cli import main
-from yggrt.sampling import SamplingOptions, TokenChooser, draw, law, penalized
+from yggrt.engine import SampledMode
+from yggrt.sampling import SamplingOptions, TokenChooser, _largest, draw, law, penalized
 from yggrt.tree import TreeShape
 
 PROMPT = [5, 9, 17, 30, 5]
 SHAPES = [TreeShape(1, 3, 4), TreeShape(4, 3, 9)]
+TREE = TreeShape(4, 2, 7)
 OPTIONS = [
     {"temperature": 0.3}, {"temperature": 1.0}, {"temperature": 1.5, "top_k": 5}, {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.2, "min_p": 0.1}, {"temperature": 0.9, "repetition_penalty": 1.3},
@@ -112,40 +114,99 @@ def test_with_one_seed_speculative_and_plain_say_the_same(verifier, kind, shape,
     assert len(texts) > 1
 
 
-@pytest.mark.field(6)
-@pytest.mark.parametrize("given", [{}, {"top_k": 6, "top_p": 0.9}], ids=["open", "top-k and top-p"])
-@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
-def test_two_tokens_have_the_law_of_plain_sampling(verifier, temperature, given):
-    """Chi-square of the first two tokens after a prompt against their exact law, 250 seeds."""
-    options = SamplingOptions(temperature=temperature, **given)
-    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 2, 7))
-    with torch.no_grad():
-        first = our_law(verifier(torch.tensor([PROMPT])).logits[0, -1], PROMPT, options)
-        likely = first.nonzero()[:, 0].tolist()
-        rows = verifier(torch.tensor([[*PROMPT, token] for token in likely])).logits[:, -1]
-    exact = {
-        (token, follower): float(first[token] * chance)
-        for token, row in zip(likely, rows, strict=True)
-        for follower, chance in enumerate(our_law(row, [*PROMPT, token], options).tolist())
-        if chance > 0
-    }
-    count = 250
-    asked = {"max_new_tokens": 2, "ignore_eos": True, "temperature": temperature} | given
-    found = Counter(engine.generate(PROMPT, seed=seed, **asked).token_ids for seed in range(count))
+def drawing_engine(verifier, kind="sometimes", shape=TREE, **given):
+    """Trees are drawn above temperature 0."""
+    engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, shape, **given)
+    engine.modes = (SampledMode(1.0, True, shape, toy.slot_table(engine.decoder.draft.limits), None),)
+    return engine
+
+
+def exact_law(verifier, options: SamplingOptions, length: int) -> dict[tuple[int, ...], float]:
+    """Of the first tokens after the prompt."""
+    found = {(): 1.0}
+    for _ in range(length):
+        texts = list(found)
+        with torch.no_grad():
+            rows = verifier(torch.tensor([[*PROMPT, *text] for text in texts])).logits[:, -1]
+        found = {
+            (*text, token): found[text] * chance
+            for text, row in zip(texts, rows, strict=True)
+            for token, chance in enumerate(our_law(row, [*PROMPT, *text], options).tolist())
+            if found[text] * chance > 1e-9
+        }
+    return found
+
+
+def assert_law(found: Counter, exact: dict[tuple[int, ...], float]) -> None:
+    """Chi-square at one in a hundred thousand."""
+    count = found.total()
     assert set(found) <= set(exact)
-    common = [pair for pair, chance in exact.items() if count * chance >= 5]
-    rest = count * (1 - sum(exact[pair] for pair in common))
-    cells = [(found[pair], count * exact[pair]) for pair in common]
+    common = [text for text, chance in exact.items() if count * chance >= 5]
+    rest = count * (1 - sum(exact[text] for text in common))
+    cells = [(found[text], count * exact[text]) for text in common]
     if rest >= 1:
-        cells.append((count - sum(found[pair] for pair in common), rest))
+        cells.append((count - sum(found[text] for text in common), rest))
     square = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
     freedom = max(1, len(cells) - 1)
-    assert square < freedom + 4.5 * np.sqrt(2 * freedom) + 4  # one in a hundred thousand
+    assert square < freedom + 4.5 * np.sqrt(2 * freedom) + 4
+
+
+LAWS = [{}, {"top_k": 6, "top_p": 0.9}, {"repetition_penalty": 1.4, "min_p": 0.05}]
+
+
+@pytest.mark.field(6, 7)
+@pytest.mark.parametrize("given", LAWS, ids=["open", "top-k and top-p", "penalty and min-p"])
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("shape", [TreeShape(4, 2, 7), TreeShape(1, 3, 4)], ids=["tree", "chain"])
+def test_trees_that_are_drawn_have_the_law_of_plain_sampling(verifier, shape, temperature, given):
+    """The tokens after the first come out of trees."""
+    options = SamplingOptions(temperature=temperature, **given)
+    engine = drawing_engine(verifier, shape=shape)
+    asked = {"max_new_tokens": 3, "ignore_eos": True, "temperature": temperature} | given
+    results = [engine.generate(PROMPT, seed=seed, **asked) for seed in range(300)]
+    assert sum(result.stats.drafted for result in results) >= 300
+    assert_law(Counter(result.token_ids for result in results), exact_law(verifier, options, 3))
+
+
+@pytest.mark.field(6)
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_trees_of_favourites_have_it_too(verifier, temperature):
+    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 2, 7))
+    asked = {"max_new_tokens": 3, "ignore_eos": True, "temperature": temperature}
+    found = Counter(engine.generate(PROMPT, seed=seed, **asked).token_ids for seed in range(300))
+    assert_law(found, exact_law(verifier, SamplingOptions(temperature=temperature), 3))
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("kind", toy.DRAFTERS)
+def test_drawn_trees_serve_every_temperature_and_drafter(verifier, kind, temperature):
+    """Also where most of the drafter's tokens have no chance left, or all have the same."""
+    engine = drawing_engine(verifier, kind, TreeShape(4, 3, 9))
+    for given in ({}, {"top_k": 1}, {"top_p": 0.5}):
+        result = engine.generate(PROMPT, max_new_tokens=60, ignore_eos=True, temperature=temperature, seed=1, **given)
+        assert len(result.token_ids) == 60
+        if given == {"top_k": 1} or temperature == 1e-3:
+            assert result.token_ids == tuple(toy.hf_greedy(verifier, PROMPT, 60))
+        if kind == "always" and temperature == 1.0 and not given:
+            assert result.stats.acceptance_length > 2  # p is q, but for the least likely tokens
+
+
+@pytest.mark.parametrize("eos", [None, 3])
+def test_drawn_trees_end_where_they_should(verifier, eos):
+    engine = drawing_engine(verifier, eos_ids=() if eos is None else tuple(range(2, 64, eos)))
+    for length in (0, 1, 2, 3, 4, 9):
+        result = engine.generate(PROMPT, max_new_tokens=length, temperature=1.0, seed=length)
+        ended = [place for place, token in enumerate(result.token_ids) if token in engine.eos_ids]
+        assert ended in ([], [len(result.token_ids) - 1])
+        assert len(result.token_ids) == length or ended
 
 
 @pytest.mark.field(10)
-def test_seeds_are_honoured_and_requests_do_not_share_a_stream(verifier):
+@pytest.mark.parametrize("draws", [False, True], ids=["favourites", "drawn"])
+def test_seeds_are_honoured_and_requests_do_not_share_a_stream(verifier, draws):
     engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 2, 7))
+    if draws:
+        engine = drawing_engine(verifier)
 
     def ask(seed=None):
         return engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True, temperature=1.0, seed=seed).token_ids
@@ -184,18 +245,25 @@ def test_greedy_with_a_penalty_is_transformers_greedy_with_it(verifier, kind, pe
     assert list(found) == ids[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("size", [1, 255, 256, 257, 3000])
-def test_a_draw_is_where_the_running_sum_passes_the_number(size):
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 3000])
+def test_a_draw_gives_every_token_its_share_of_the_numbers(size):
     chance = np.random.default_rng(size)
     chances = chance.random(size).astype(np.float32) * (chance.random(size) < 0.3)
     chances[chance.integers(size)] = 1.0
-    sums = chances.cumsum(dtype=np.float64)
-    numbers = [0.0, *chance.random(200), 1 - 2**-53]
-    for number in numbers:
-        token = draw(chances, number)
-        assert chances[token] > 0
-        at = number * sums[-1]
-        assert sums[token] >= at * (1 - 1e-12) and sums[token] - chances[token] <= at * (1 + 1e-12)
+    count = 20_000
+    drawn = Counter(draw(chances, (each + 0.5) / count) for each in range(count))
+    shares = count * chances / chances.sum(dtype=np.float64)
+    assert max(abs(drawn[token] - share) for token, share in enumerate(shares.tolist())) < 1.5
+    for number in (0.0, 1 - 2**-53):
+        assert chances[draw(chances, number)] > 0
+    assert all(chances[token] > 0 for token in drawn)
+
+
+@pytest.mark.parametrize("count", [1, 7, 50, 600])
+def test_the_largest_are_found_with_their_equals(count):
+    scores = np.random.default_rng(count).integers(0, 400, 1500).astype(np.float32)
+    least = np.sort(scores)[-count]
+    assert set(_largest(scores, count).tolist()) == set(np.flatnonzero(scores >= least).tolist())
 
 
 def test_a_chooser_draws_one_number_a_token_and_never_what_has_no_chance():

@@ -42,8 +42,8 @@ class EveryOutcome:
     def coin(self, probability: float) -> bool:
         return self._choose(np.array([1.0 - probability, probability])) == 1
 
-    def draw(self, law: Law) -> int:
-        return self._choose(law)
+    def draw(self, weights: Law) -> int:
+        return self._choose(weights / weights.sum())
 
 
 def every_run(program: Callable[[Chance], tuple[int, ...]]):
@@ -159,7 +159,7 @@ def verify(pair: Pair, tree: Slots, kept: list[int], chance: Chance, rule: str =
     laws = lambda row: pair.p(tree.paths[rows[row]])  # noqa: E731
     drafted = draft_of or (lambda row: pair.q(tree.paths[rows[row]]))
     path, bonus = (
-        traverse(tokens, parents, laws, drafted, chance)
+        traverse(tokens, parents, lambda row: laws(row).copy(), drafted, chance)
         if rule == "traversal"
         else walk(tokens, parents, lambda row: chance.draw(laws(row)))
     )

@@ -80,11 +80,32 @@ def _children_shape(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
 
 
+def draw_children(
+    tokens: Tensor, log_q: Tensor, noise: Tensor, temperature: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operator `draw` gives, in torch's own operators."""
+    draws = temperature > 0
+    law = torch.log_softmax(log_q / torch.where(draws, temperature, 1.0), dim=-1)
+    keys = torch.where(draws, law + noise, log_q)
+    order = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, :count]
+    order = order.contiguous()
+    sureness = (law.exp() * law).sum(dim=-1, keepdim=True).expand(-1, count)
+    return tokens.gather(1, order), torch.where(draws, sureness, log_q[:, :count]), torch.where(draws, law, log_q)
+
+
+def _draw_shape(
+    tokens: Tensor, log_q: Tensor, noise: Tensor, temperature: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (tokens.shape[0], count)
+    return tokens.new_empty(shape), log_q.new_empty(shape), log_q.new_empty(log_q.shape)
+
+
 _LIBRARY = torch.library.Library("yggc", "DEF")
 _SIGNATURES = {
     "linear": "(Tensor inputs, Tensor weights, int columns, int format) -> Tensor",
     "embedding": "(Tensor tokens, Tensor weights, int features, int format, bool narrow) -> Tensor",
     "children": "(Tensor logits, int count) -> (Tensor, Tensor)",
+    "draw": "(Tensor tokens, Tensor log_q, Tensor noise, Tensor temperature, int count) -> (Tensor, Tensor, Tensor)",
     "order": "(Tensor values) -> Tensor",
     "attention": "(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor",
 }
@@ -92,6 +113,7 @@ _REFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "linear": (_linear, _linear_shape),
     "embedding": (_embedding, _embedding_shape),
     "children": (_children, _children_shape),
+    "draw": (draw_children, _draw_shape),
     "order": (_order, _order_shape),
     "attention": (_attention, _attention_shape),
 }
@@ -118,6 +140,10 @@ def _define() -> SimpleNamespace:
 OPERATORS = _define()
 """linear(inputs [..., K], packed [N, K]) -> [..., N]; embedding(tokens [...], packed [N, K]) -> [..., K];
 children(logits [R, V], K) -> (columns [R, K], log probabilities [R, K]), best first, the lower column among equals;
+draw(tokens [R, M], log_q [R, M], noise [R, M], temperature [1], K) -> (tokens [R, K], where to look a child up in the
+acceptance table [R, K], log of the law drawn from [R, M]): at temperature 0 the first K, looked up by their log_q;
+above it K draws without replacement from softmax(log_q / temperature), noise being Gumbel's, looked up by minus its
+entropy;
 order(values [N]) -> indices [N], largest first, stable;
 attention(queries [heads, W, dim], keys, values [kv_heads, S, dim], mask [W, S], scale) -> [W, heads, dim]."""
 

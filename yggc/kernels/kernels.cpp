@@ -732,6 +732,35 @@ void best_of_row(const Element* logits, int64_t columns, int64_t count, int64_t*
   for (int64_t place = 0; place < count; ++place) log_q[place] = (log_q[place] - most) - log_total;
 }
 
+// ---- drawing children ----
+
+// One node's children: see yggc/kernels/__init__.py. keys is scratch for `size` numbers, order for as many indices.
+inline void draw_of_row(
+    const int64_t* tokens, const float* log_q, const float* noise, float temperature, int64_t size, int64_t count,
+    int64_t* drawn, float* places, float* law, float* keys, int64_t* order) {
+  if (!(temperature > 0)) {
+    std::copy_n(tokens, count, drawn);
+    std::copy_n(log_q, count, places);
+    std::copy_n(log_q, size, law);
+    return;
+  }
+  float total = 0, sureness = 0;
+  for (int64_t index = 0; index < size; ++index) {
+    law[index] = (log_q[index] - log_q[0]) / temperature;
+    total += std::exp(law[index]);
+  }
+  const float log_total = std::log(total);
+  for (int64_t index = 0; index < size; ++index) {
+    law[index] -= log_total;
+    sureness += std::exp(law[index]) * law[index];
+    keys[index] = law[index] + noise[index];
+    order[index] = index;
+  }
+  std::stable_sort(order, order + size, [keys](int64_t a, int64_t b) { return keys[a] > keys[b]; });
+  for (int64_t place = 0; place < count; ++place) drawn[place] = tokens[order[place]];
+  std::fill_n(places, count, sureness);
+}
+
 // ---- AOTInductor's C interface ----
 
 template <class Pointer>
@@ -863,6 +892,37 @@ AOTITorchError YGG_OP(children)(
       best_of_row(
           pointer<const uint16_t*>(logits) + row * width, width, count, best + row * count, values + row * count);
   }
+  return AOTI_TORCH_SUCCESS;
+}
+
+// Children of tokens int64 [rows, size] with log probabilities and noise float32 [rows, size], the most likely first, at
+// temperature float32 [1]: tokens and places in the acceptance table [rows, count], and the law drawn from [rows, size].
+AOTITorchError YGG_OP(draw)(
+    AtenTensorHandle tokens, AtenTensorHandle log_q, AtenTensorHandle noise, AtenTensorHandle temperature, int64_t count,
+    AtenTensorHandle* drawn, AtenTensorHandle* places, AtenTensorHandle* law) {
+  int64_t sizes[MAX_DIMS], others[MAX_DIMS], dims = 0;
+  if (!contiguous_sizes(tokens, sizes, &dims) || dims != 2 || dtype(tokens) != aoti_torch_dtype_int64() || count < 1 ||
+      sizes[1] < count)
+    return AOTI_TORCH_FAILURE;
+  for (AtenTensorHandle other : {log_q, noise})
+    if (!contiguous_sizes(other, others, &dims) || dims != 2 || others[0] != sizes[0] || others[1] != sizes[1] ||
+        dtype(other) != aoti_torch_dtype_float32())
+      return AOTI_TORCH_FAILURE;
+  if (!contiguous_sizes(temperature, others, &dims) || dims != 1 || others[0] != 1 ||
+      dtype(temperature) != aoti_torch_dtype_float32())
+    return AOTI_TORCH_FAILURE;
+  const int64_t rows = sizes[0], width = sizes[1], shape[] = {rows, count};
+  if (allocate(shape, 2, aoti_torch_dtype_int64(), drawn) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
+  if (allocate(shape, 2, aoti_torch_dtype_float32(), places) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
+  if (allocate(sizes, 2, aoti_torch_dtype_float32(), law) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
+  Aligned<float> keys(width);
+  Aligned<int64_t> order(width);
+  for (int64_t row = 0; row < rows; ++row)
+    draw_of_row(
+        pointer<const int64_t*>(tokens) + row * width, pointer<const float*>(log_q) + row * width,
+        pointer<const float*>(noise) + row * width, *pointer<const float*>(temperature), width, count,
+        pointer<int64_t*>(*drawn) + row * count, pointer<float*>(*places) + row * count,
+        pointer<float*>(*law) + row * width, keys.data, order.data);
   return AOTI_TORCH_SUCCESS;
 }
 
