@@ -23,6 +23,7 @@ LOSSLESS = "tests/test_lossless.py::"
 OUTPUT = LOSSLESS + "test_output_equals_plain_and_hugging_face"
 SCHEDULES = "tests/test_lossless_schedules.py::"
 CACHES = LOSSLESS + "test_after_every_iteration_both_caches_equal_a_fresh_prefill"
+DRAWN = "tests/yggrt/test_sampling.py::test_what_a_seed_draws_depends_on_nothing_but_the_plan"
 WINDOWS = LOSSLESS + "test_sliding_windows_count_positions_not_slots"
 
 
@@ -269,6 +270,62 @@ MUTANTS = (
         "runtime/yggrt/accept.py",
         "choices[parents[1:]]",
         "choices[1:]",
+    ),
+    Mutant(
+        "a child that was turned down can be drawn again",
+        "runtime/yggrt/accept.py",
+        "        self.drafted[place] = 0.0\n",
+        "",
+        "tests/yggrt/test_sampling_law.py",
+    ),
+    Mutant(
+        "what is left of the verifier's law forgets how likely its node was",
+        "runtime/yggrt/accept.py",
+        "        left = self.accept * self.inside - self.drafted\n",
+        "        left = self.inside - self.drafted\n",
+        "tests/yggrt/test_sampling_law.py",
+    ),
+    Mutant(
+        "the token after a tree ignores what was turned down",
+        "runtime/yggrt/accept.py",
+        "            weights[self.ids] = self.inside / self.scale\n",
+        "",
+        "tests/yggrt/test_sampling_law.py",
+    ),
+    Mutant(
+        "children are verified as if drawn at temperature 1",
+        "runtime/yggrt/executor.py",
+        "        chances = np.exp(log_q.astype(np.float64))\n",
+        "        chances = np.exp(log_q.astype(np.float64) * 0.7)\n",
+        "tests/yggrt/test_sampling.py::test_trees_that_are_drawn_have_the_law_of_plain_sampling",
+    ),
+    Mutant(
+        "a drawn tree is cut by what its tokens turned out to be worth",
+        "runtime/yggrt/request.py",
+        "        elif pace is not None and not self.draws:\n",
+        "        elif pace is not None:\n",
+        DRAWN,
+    ),
+    Mutant(
+        "what a seed draws depends on the clock",
+        "runtime/yggrt/request.py",
+        "            clock = None if self.draws else compiled_s\n",
+        "            clock = compiled_s\n",
+        DRAWN,
+    ),
+    Mutant(
+        "children are not drawn but the favourites",
+        "yggc/kernels/__init__.py",
+        "    keys = torch.where(draws, law + noise, log_q)\n",
+        "    keys = torch.where(draws, law, log_q)\n",
+        "tests/yggc/test_graphs.py::test_children_are_drawn_from_the_drafters_law_at_the_temperature",
+    ),
+    Mutant(
+        "a machine that drifts is not noticed",
+        "runtime/yggrt/pace.py",
+        "                seconds *= self._drift.of_drafts\n",
+        "                pass\n",
+        "tests/yggrt/test_pace.py",
     ),
     Mutant(
         "the acceptance table is read upside down",

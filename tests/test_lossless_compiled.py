@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,11 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import yggrt
+from tests import toy
 from tests.conftest import FIXED_SHAPE
 from yggc.export import eager_run, verify_step
 from yggrt.artifacts import MASK_VALUE, Step, fused_draft_inputs, load_package, load_weights
+from yggrt.engine import SampledMode
 from yggrt.errors import ArtifactError, YggError
+from yggrt.executor import Drafting, Iteration
 from yggrt.kvcache import KvCache
+from yggrt.sampling import SamplingOptions, TokenChooser
 from yggrt.tree import PLAIN, TreeShape
 
 
@@ -137,6 +142,51 @@ def test_the_compiled_fused_draft_grows_the_tree_of_single_passes(engine, toy_bu
             tokens += decoder.decode(tokens, shape).tokens
     finally:
         decoder.fused = before
+
+
+@pytest.mark.field(6)
+def test_compiled_trees_that_are_drawn_have_the_law_of_plain_decoding(engine):
+    """Two samples of three tokens, of which all but the first come out of trees."""
+    limits = engine.decoder.draft.limits
+    mode = SampledMode(1.0, True, FIXED_SHAPE, toy.slot_table(limits), None)
+    before, engine.modes = engine.modes, (mode,)
+    asked = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 1.0, "top_k": 3}
+    try:
+        found = [
+            Counter(engine.generate(prompt_of(9, seed=2), plain=plain, seed=seed, **asked).token_ids for seed in seeds)
+            for plain, seeds in ((True, range(600)), (False, range(600, 1200)))
+        ]
+    finally:
+        engine.modes = before
+    texts = [text for text in set(found[0]) | set(found[1]) if found[0][text] + found[1][text] >= 10]
+    assert len(texts) >= 4
+    square = sum((found[0][text] - found[1][text]) ** 2 / (found[0][text] + found[1][text]) for text in texts)
+    assert square < len(texts) + 4.5 * np.sqrt(2 * len(texts)) + 4
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0])
+def test_the_compiled_pass_draws_what_the_traced_one_does(toy_bundle, engine, temperature):
+    """Children of one node, and the law they were drawn from."""
+    decoder, prompt = engine.decoder, prompt_of(12, seed=6)
+    limits = decoder.draft.limits
+    drafter = AutoModelForCausalLM.from_pretrained(toy_bundle.drafter, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = drafter(torch.tensor([prompt])).logits[0, -1, : engine.vocab_size]
+    best = logits.topk(limits.num_drawn).indices.tolist()
+    for seed in range(5):
+        chooser = TokenChooser(SamplingOptions(temperature=temperature, seed=seed), prompt)
+        noise = TokenChooser(SamplingOptions(temperature=temperature, seed=seed), prompt).noise(1, limits.num_drawn)[0]
+        decoder.reset(Drafting(toy.slot_table(limits), temperature, chooser))
+        iteration = Iteration(prompt, TreeShape(3, 1, 4))
+        for stage in ("head", "grow"):
+            decoder.stages[stage](iteration)
+        tokens, log_q = (part[0] for part in iteration.laws[0])
+        law = torch.log_softmax(logits[tokens] / temperature, 0)
+        assert len(set(tokens.tolist()) & set(best)) >= len(best) - 2  # the drafter's weights are rounded to 8 bits
+        torch.testing.assert_close(log_q, law, rtol=0.02, atol=0.06 / temperature)
+        order = (log_q + noise).argsort(descending=True)[:3]
+        assert iteration.tree.tokens[1:].tolist() == tokens[order].tolist()
+    decoder.reset()
 
 
 @pytest.mark.field(24)

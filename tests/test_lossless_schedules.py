@@ -21,7 +21,7 @@ from tests.yggrt.test_depth import DEPTHS, random_network, with_network
 from tests.yggrt.test_pace import make_pace
 from tests.yggrt.test_schedule import overlapped
 from yggc.stages import Mode
-from yggrt.engine import Engine
+from yggrt.engine import Engine, SampledMode
 from yggrt.executor import Iteration
 from yggrt.schedule import StageSchedule, sequential_schedule
 from yggrt.text import TextCodec, TextSpec
@@ -230,6 +230,16 @@ def test_sampled_text_is_the_same_with_the_same_seed(verifier):
     for schedule in one_of_each(SPLIT):
         engine.use_schedule(schedule)
         assert engine.generate(prompt_of(4), **options).token_ids == expected.token_ids
+
+
+def test_trees_are_drawn_alike_in_every_schedule(verifier):
+    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, SHAPE, spare_passes=1)
+    engine.modes = (SampledMode(1.0, True, SHAPE, toy.slot_table(engine.decoder.draft.limits), None),)
+    texts = set()
+    for schedule in one_of_each(SPLIT):
+        engine.use_schedule(schedule)
+        texts.add(engine.generate(prompt_of(4), max_new_tokens=30, temperature=0.9, top_k=20, seed=5).token_ids)
+    assert len(texts) == 1
 
 
 def test_the_learned_depth_does_not_depend_on_the_schedule(verifier):

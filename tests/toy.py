@@ -130,7 +130,7 @@ def table(limits: StepLimits) -> torch.Tensor:
 def slot_table(limits: StepLimits) -> torch.Tensor:
     """A table for trees that are drawn: a surer drafter's children are worth more, later ones less."""
     places = torch.arange(limits.num_children)[:, None]
-    sureness = torch.linspace(0.5, 0.9, NUM_KNOTS)[None, :]
+    sureness = torch.linspace(0.5, 0.9, limits.num_knots)[None, :]
     return torch.log(sureness * 0.5 ** places.float())
 
 

@@ -23,6 +23,7 @@ from yggc.depth_onnx import ONNX_FILE, write_onnx
 from yggc.profile import plain_width
 from yggc.stage_cache import place_folder, remove_abandoned
 from yggc.steps import KERNELS_FILE, CompiledStep
+from yggc.text_files import generation_settings
 from yggc.train_depth import DepthStudy
 from yggrt.artifacts import STEP_ABI_VERSION
 from yggrt.bundle import TOKENIZER_FILE
@@ -150,6 +151,7 @@ def emit_bundle(
             driver=target.driver,
             kernels=None if kernels is None else KERNELS_FILE,
             text=text_spec(verifier),
+            generation=generation_settings(verifier.generation_defaults),
         )
         write_manifest(scratch, manifest)
         place_folder(scratch, output)

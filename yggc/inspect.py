@@ -184,7 +184,9 @@ def _notices(drafter: Checkpoint, verifier: Checkpoint, probes: tuple[str, ...])
         notices.append("The verifier names no end-of-sequence token: texts end by length or stop strings only.")
     if verifier.generation_defaults:
         settings = ", ".join(f"{name}={value}" for name, value in verifier.generation_defaults)
-        notices.append(f"The verifier's own generation settings are not applied, answers are greedy: {settings}.")
+        notices.append(
+            f"The verifier's own generation settings are applied on request alone (generation_config): {settings}."
+        )
     cut_otherwise = [probe for probe in probes if _encode(drafter, probe) != _encode(verifier, probe)]
     if cut_otherwise:
         notices.append(

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from yggc.weight_files import member, one_line, read_json
 from yggrt.errors import CheckpointError
+from yggrt.sampling import GenerationSettings, SamplingOptions
 
 NEUTRAL_SETTINGS: dict[str, Any] = {
     "do_sample": False,
@@ -175,6 +176,39 @@ def generation_defaults(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]
         (name, _hashable(settings[name]))
         for name in sorted(NEUTRAL_SETTINGS)
         if settings.get(name) is not None and settings[name] != NEUTRAL_SETTINGS[name]
+    )
+
+
+HONOURED_SETTINGS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+TOP_K_WHERE_UNSAID = 50
+"""transformers' own, where a config samples and does not name it."""
+
+
+def generation_settings(defaults: tuple[tuple[str, Any], ...]) -> GenerationSettings:
+    """The options that a request needs to follow a checkpoint's settings; of those that are nonsense, none.
+
+    defaults: of `generation_defaults`.
+    """
+    known = dict(defaults)
+    samples = bool(known.get("do_sample", False))
+    try:
+        options = SamplingOptions(
+            temperature=known.get("temperature", 1.0) if samples else 0.0,
+            top_k=known.get("top_k", TOP_K_WHERE_UNSAID) if samples else 0,
+            top_p=known.get("top_p", 1.0) if samples else 1.0,
+            min_p=known.get("min_p", 0.0) if samples else 0.0,
+            repetition_penalty=known.get("repetition_penalty", 1.0),
+        )
+        unsupported = [name for name in known if name not in HONOURED_SETTINGS]
+    except ValueError:
+        options, unsupported = SamplingOptions(), list(known)
+    return GenerationSettings(
+        float(options.temperature),
+        options.top_k,
+        float(options.top_p),
+        float(options.min_p),
+        float(options.repetition_penalty),
+        tuple(f"{name}={known[name]}" for name in unsupported),
     )
 
 

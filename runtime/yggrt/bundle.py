@@ -221,9 +221,9 @@ def make_pace(plan: Plan) -> Pace | None:
 
 
 def follows_clock(plan: Plan) -> bool:
-    """Whether iterations may go by what they take: only where steps of any width say the same, so that it cannot show
-    in a text."""
-    return plan.dtype == "float32"
+    """Whether iterations may go by what they take: where a token has the same logits bit for bit in steps of any width,
+    so that it cannot show in a text."""
+    return plan.target == "cpu"
 
 
 def make_mode(

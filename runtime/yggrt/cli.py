@@ -36,12 +36,13 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default 512")
     run.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     run.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-    run.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0, the most likely token")
-    run.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most likely tokens")
-    run.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest share P of the law")
-    run.add_argument("--min-p", type=float, default=0.0, metavar="P", help="least chance, of the most likely token's")
+    run.add_argument("--temperature", type=float, metavar="T", help="default 0, the most likely token")
+    run.add_argument("--top-k", type=int, metavar="N", help="draw from the N most likely tokens")
+    run.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest share P of the law")
+    run.add_argument("--min-p", type=float, metavar="P", help="least chance, of the most likely token's")
+    run.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1: what was said becomes less likely")
     run.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: what was said becomes less likely"
+        "--generation-config", action="store_true", help="the checkpoint's own settings for options that are not given"
     )
     run.add_argument("--seed", type=int, metavar="N", help="the same text each time; default another")
     run.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
@@ -142,9 +143,12 @@ def _run(options: argparse.Namespace) -> int:
     from yggrt.timeline import chrome_trace
 
     prompt = _read_prompt(options)
-    sampling = SamplingOptions(
-        options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed
-    )
+    sampling = {
+        name: getattr(options, name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+        if getattr(options, name) is not None
+    }
+    SamplingOptions(**sampling)  # nonsense is said before anything is loaded
     if options.trace is not None:
         write_json(options.trace, {"traceEvents": []})  # said before anything is loaded, if it cannot be
     waiting = sys.stderr.isatty() and not options.json
@@ -164,7 +168,7 @@ def _run(options: argparse.Namespace) -> int:
         engine.executor.spans = []
     stream = engine.stream(
         prompt, max_new_tokens=options.max_new_tokens, stop=options.stop, ignore_eos=options.ignore_eos,
-        plain=options.plain, raw=options.raw, **asdict(sampling),
+        plain=options.plain, raw=options.raw, generation_config=options.generation_config, **sampling,
     )  # fmt: skip
     for piece in stream:
         if not options.json:

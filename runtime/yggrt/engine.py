@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -199,11 +199,12 @@ class Engine:
         ignore_eos: bool = False,
         plain: bool = False,
         raw: bool = False,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
+        generation_config: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         on_piece: Callable[[str], object] | None = None,
     ) -> GenerationResult:
@@ -213,15 +214,17 @@ class Engine:
         stop:       strings that end the text; they are cut off.
         ignore_eos: go on after an end-of-sequence token.
         plain:      without the drafter.
-        temperature, top_k, top_p, min_p, repetition_penalty, seed: see `yggrt.sampling.SamplingOptions`.
+        temperature, top_k, top_p, min_p, repetition_penalty, seed: see `yggrt.sampling.SamplingOptions`, whose defaults
+                    hold for None.
+        generation_config: None stands for what the checkpoint's own generation config says.
         on_piece:   called with every piece of text as it comes.
         Raises ValueError for a prompt or option that cannot be served, TextError where the bundle has no tokenizer or
         chat template for it.
         """
         stream = self.stream(
             prompt, max_new_tokens=max_new_tokens, stop=stop, ignore_eos=ignore_eos, plain=plain, raw=raw,
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-            seed=seed,
+            generation_config=generation_config, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, seed=seed,
         )  # fmt: skip
         try:
             for piece in stream:
@@ -241,24 +244,40 @@ class Engine:
         ignore_eos: bool = False,
         plain: bool = False,
         raw: bool = False,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
+        generation_config: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
     ) -> Stream:
         """As `generate`, but gives the text piece by piece; `result` of the stream is set at its end."""
         if not isinstance(stop, Iterable):
             raise ValueError(f"stop={stop!r}: a string or several of them are accepted")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        given = {
+            "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        }  # fmt: skip
+        sampling = SamplingOptions(**self._settings(given, generation_config), seed=seed)
         options = RequestOptions(max_new_tokens, stops, ignore_eos, plain, raw, sampling)
         prompt_ids = self.encode_prompt(prompt, raw)
         budget = min(options.max_new_tokens, self.max_context - len(prompt_ids))
         eos_ids = frozenset() if ignore_eos else self.eos_ids
         output = OutputStream(self.codec, eos_ids, options.stop, budget)
         return Stream(self._serve(prompt_ids, output, budget, options))
+
+    def _settings(self, given: dict[str, Any], generation_config: bool) -> dict[str, Any]:
+        """Sampling options that were given, and where they were not those of the checkpoint, if it is asked."""
+        known = {name: value for name, value in given.items() if value is not None}
+        if not generation_config:
+            return known
+        if self.bundle is None:
+            raise ValueError("generation_config: this engine was made by hand; give the options themselves")
+        settings = self.bundle.manifest.generation
+        settings.require_supported()
+        return {name: getattr(settings, name) for name in given} | known
 
     def encode_prompt(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt. Raises ValueError when it is empty, too long, or no text, messages or token ids."""

@@ -5,8 +5,8 @@ and the plan's curves. So is the draft depth where the plan holds a depth networ
 otherwise the depth is the plan's. Where speculation loses on the text at hand it becomes shallower, then plain
 decoding, with a new try later.
 
-What one kind of step takes against another drifts with what else a machine does. Where the arithmetic is the same at
-every width (float32), so that it cannot show in a text, the curves are corrected by the clock as iterations go on.
+What one kind of step takes against another drifts with what else a machine does. Where that cannot show in a text, see
+`yggrt.bundle.follows_clock`, the curves are corrected by the clock as iterations go on.
 
 Invariant: what iterations can lose against plain decoding, by the curves, is bounded, see `Pace`; reading a prompt into
 the drafter comes on top. Nothing here changes which token comes next.

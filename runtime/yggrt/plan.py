@@ -21,6 +21,7 @@ from yggrt.artifacts import LOG_Q_MIN, LayerLayout, StepLimits
 from yggrt.depth import DepthNetwork
 from yggrt.errors import BundleFormatError, PlanFormatError
 from yggrt.latency import LatencyPoint, StepTimes
+from yggrt.sampling import GenerationSettings
 from yggrt.schedule import COMPILED, STAGES, StageSchedule
 from yggrt.text import TextSpec
 from yggrt.tree import TreeShape, depths_to_fall_back_to
@@ -565,6 +566,7 @@ class Manifest:
     instruction_set: CPU features the compiled code uses, of yggrt.target's names.
     num_threads:     the compiled loops were split for.
     driver:          version of the GPU's driver, advisory; empty for the CPU.
+    generation:      the verifier's own settings, applied on request.
     kernels:         file of the library that the artifacts call; None for a GPU.
     """
 
@@ -584,6 +586,7 @@ class Manifest:
     driver: str
     kernels: str | None
     text: TextSpec
+    generation: GenerationSettings
 
     def __post_init__(self) -> None:
         _require_member("target", self.target, TARGETS)

@@ -67,6 +67,32 @@ class SamplingOptions:
         return self.is_greedy and self.repetition_penalty == 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """What a checkpoint's generation config asks for, as the options of a request.
+
+    temperature: 0 where it does not sample. unsupported: `name=value` of settings that are not honoured.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    unsupported: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        SamplingOptions(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+    def require_supported(self) -> None:
+        """Raises ValueError naming what is not honoured."""
+        if self.unsupported:
+            raise ValueError(
+                f"the checkpoint's generation config asks for {', '.join(self.unsupported)}, which is not honoured; "
+                "leave the config out and give the options themselves"
+            )
+
+
 def _require_number(name: str, value: object, low: float, high: float, accepted: str, above: bool = False) -> None:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not fits or not low <= value <= high or (above and value == low):  # type: ignore[operator]
@@ -240,10 +266,11 @@ def draw(chances: Scores, number: float) -> int:
     column = _passed(sums, at)
     within = (table[:, column] if column < width else rest).cumsum(dtype=np.float64)
     place = _passed(within, at - float(sums[column - 1]) if column else at)
-    return column + place * width if column < width else width * BLOCK + place
+    token: int = column + place * width if column < width else width * BLOCK + place
+    return token
 
 
 def _passed(sums: NDArray[np.float64], at: float) -> int:
     """The first place where a running sum is above `at`; where rounding leaves none, the first of the largest."""
-    place = int(sums.searchsorted(at, side="right"))
+    place = int(np.searchsorted(sums, at, side="right"))
     return place if place < sums.size else int(sums.argmax())

@@ -1,5 +1,6 @@
 """Opening and loading checkpoints: what is accepted comes out complete, what is not gets one line."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.yggc.checkpoint_makers import (
 )
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
 from yggc.model_support import causal_class, refuse_unsupported
-from yggc.text_files import SpecialTokens
+from yggc.text_files import SpecialTokens, generation_defaults, generation_settings
 from yggrt.errors import CheckpointError
 
 
@@ -98,6 +99,24 @@ def test_without_a_generation_config_the_model_configuration_counts(folder: Path
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.eos_ids == (2, 7)
     assert checkpoint.generation_defaults == (("repetition_penalty", 1.2),)
+
+
+@pytest.mark.field(12)
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, (0.0, 0, 1.0, 0.0, 1.0, ())),
+        ({"do_sample": True}, (1.0, 50, 1.0, 0.0, 1.0, ())),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}, (0.7, 20, 0.8, 0.0, 1.0, ())),
+        ({"temperature": 0.7, "repetition_penalty": 1.1}, (0.0, 0, 1.0, 0.0, 1.1, ())),
+        ({"do_sample": True, "top_p": 7, "num_beams": 4}, (0.0, 0, 1.0, 0.0, 1.0,
+                                                          ("do_sample=True", "num_beams=4", "top_p=7"))),
+        ({"suppress_tokens": [3, 4]}, (0.0, 0, 1.0, 0.0, 1.0, ("suppress_tokens=(3, 4)",))),
+    ],
+)  # fmt: skip
+def test_generation_settings_have_transformers_meaning(given, expected):
+    found = generation_settings(generation_defaults(given))
+    assert dataclasses.astuple(found) == expected
 
 
 @pytest.mark.parametrize(

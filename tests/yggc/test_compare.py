@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from tests import toy
 from yggc.checkpoints import load_model, open_checkpoint
 from yggc.compare import (
     GREEDY,
+    SAMPLED,
     Answer,
     CompareOptions,
     Record,
+    SampledWays,
     TokenClock,
     Ways,
     compare,
@@ -23,8 +26,11 @@ from yggc.compare import (
     median_with_interval,
     summarize,
 )
+from yggrt.bench import BenchPrompt
 from yggrt.bundle import load
 from yggrt.errors import CheckpointError, YggError
+from yggrt.latency import LatencyPoint
+from yggrt.plan import HostSeconds, Prediction, SampledPolicy, identity_table
 from yggrt.tree import TreeShape
 
 PROMPTS = (
@@ -153,6 +159,7 @@ def test_a_clock_counts_what_follows_the_first_call():
 @pytest.mark.parametrize("change, message", [
     ({"limit": 0}, "at least 1"),
     ({"max_new_tokens": 1}, "at least 2"),
+    ({"temperature": -1.0}, "temperature=-1.0"),
     ({"output": "nowhere/figures.json"}, "does not exist"),
     ({"output": ""}, "is a folder"),
 ])  # fmt: skip
@@ -267,3 +274,48 @@ def test_a_text_beyond_the_drafters_positions_is_one_line(verifier):
     ways = Ways(toy.make_engine(verifier, verifier, TreeShape(2, 2, 3)), drafter, toy.make_drafter("always", verifier))
     with pytest.raises(YggError, match="hf assisted.*cannot answer a prompt of 6 tokens"):
         ways.answer("hf assisted", [5, 6, 7, 8, 9, 10], 16)
+
+
+@pytest.fixture
+def sampled_engine(verifier):
+    """Over eager steps, with a plan that holds three ways to draft at one temperature."""
+    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(2, 2, 5))
+    points = [LatencyPoint("verify", width, 0, 64, 1.0, 0.0) for width in (1, 5)]
+    points += [LatencyPoint("draft", width, depth, 64, 0.1 * depth, 0.0) for width in (1, 2) for depth in (1, 2)]
+    ways = tuple(
+        SampledPolicy(
+            0.9, draws and children == 8, draws, TreeShape(width, 2, 1 + 2 * width), (1 + 2 * width,), children,
+            identity_table(8, toy.NUM_KNOTS), HostSeconds(0.1, 0.1), 1.0, Prediction(1.0, 1.0, 1.0),
+        )
+        for draws, width, children in ((False, 2, 8), (True, 1, 1), (True, 2, 8))
+    )  # fmt: skip
+    plan = SimpleNamespace(
+        sampled=ways, curves=tuple(points), plain_width=1, policy=SimpleNamespace(draft_vocabulary=None), target="cpu"
+    )
+    engine.bundle = SimpleNamespace(plan=plan, path="toy.bundle")  # type: ignore[assignment]
+    return engine
+
+
+def test_above_temperature_0_the_plans_ways_are_compared(sampled_engine, monkeypatch):
+    ways = SampledWays(sampled_engine, 1.0)
+    assert set(ways.modes) == set(SAMPLED.drafting)
+    monkeypatch.setattr(sampled_engine, "encode_prompt", lambda text, raw=False: [5, 6, 7 + len(text)])
+    records = [ways.answer_all(index, BenchPrompt("qa", "x" * index), 24) for index in range(6)]
+    for record in records:
+        assert list(record.answers) == list(SAMPLED.ways)
+        lengths = {way: answer.emitted / answer.verifier_calls for way, answer in record.answers.items()}
+        assert lengths["plain"] == 1 and min(lengths.values()) == 1
+    assert sampled_engine.modes == ()
+    report = {**summarize(records, NEAR_TIE, SAMPLED), "temperature": 1.0}
+    assert report["failures"] == [] and report["differences"] == {}
+    assert report["drawn"]["acceptance_length"] > 1.2 and report["chain"]["acceptance_length"] > 1.1
+    table = format_table(report)
+    assert all(f"by {way}" in table for way in SAMPLED.drafting) and "drawn/plain" in table
+    again = ways.answer("drawn", [5, 6, 7], 0, 24)
+    assert again.token_ids == records[0].answer("drawn").token_ids  # a prompt's number is its seed
+
+
+def test_a_plan_without_ways_above_temperature_0_is_refused(sampled_engine):
+    sampled_engine.bundle.plan.sampled = ()
+    with pytest.raises(YggError, match="holds no ways to draft above temperature 0"):
+        SampledWays(sampled_engine, 0.7)

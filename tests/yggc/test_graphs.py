@@ -13,7 +13,9 @@ from yggc.export import draft_pass, eager_run, fused_draft
 from yggc.graphs import log_acceptance
 from yggc.kernels import OPERATORS
 from yggrt.artifacts import LOG_Q_MIN, Step
+from yggrt.executor import Drafting, Iteration
 from yggrt.plan import AcceptanceTable, identity_table
+from yggrt.sampling import SamplingOptions, TokenChooser
 from yggrt.tree import TreeShape
 
 
@@ -63,6 +65,68 @@ def test_a_fused_draft_grows_the_tree_of_single_passes(verifier, shape, prompt, 
         assert np.array_equal(getattr(at_once, name), getattr(by_passes, name)), name
     for kept, buffer in zip(rows_by_passes, decoder.drafter_cache.buffers, strict=True):
         torch.testing.assert_close(buffer[:, 1 : len(prompt) + shape.capacity], kept[:, 1:])
+
+
+@pytest.mark.parametrize("shape", [TreeShape(8, 4, 16), TreeShape(3, 2, 5), TreeShape(1, 4, 5)])
+@pytest.mark.parametrize("vocabulary", [None, tuple(range(1, 64, 2))])
+def test_a_fused_draft_draws_the_tree_of_single_passes(verifier, shape, vocabulary):
+    drafter, prompt = toy.make_drafter("sometimes", verifier), [7, 30, 12]
+    decoder = toy.make_engine(drafter, verifier, shape, vocabulary=vocabulary).decoder
+    limits = decoder.draft.limits
+    _, one_pass = toy.make_steps(drafter, verifier, limits, vocabulary=vocabulary)
+    fused = fused_draft(one_pass, shape.draft_width, shape.draft_depth)
+    step = Step(fused.role, eager_run(fused), fused.inputs, limits)
+    step.bind(decoder.drafter_cache.buffers, decoder.drafter_cache.layouts, decoder.drafter_cache.dtype)
+    trees = set()
+    for seed in range(3):
+        found = []
+        for graphs in ({}, {shape.draft_depth: step}):
+            decoder.fused = graphs
+            chooser = TokenChooser(SamplingOptions(temperature=0.8, seed=seed), prompt)
+            decoder.reset(Drafting(toy.slot_table(limits), 0.8, chooser))
+            iteration = Iteration(prompt, shape)
+            for stage in ("head", "grow"):
+                decoder.stages[stage](iteration)
+            laws = [np.concatenate([part.numpy() for part in parts]) for parts in zip(*iteration.laws, strict=True)]
+            found.append((iteration.tree, laws))
+        (by_passes, laws), (at_once, fused_laws) = found
+        for name in ("tokens", "parents", "depths"):
+            assert np.array_equal(getattr(at_once, name), getattr(by_passes, name)), name
+        np.testing.assert_allclose(at_once.values, by_passes.values, atol=1e-5)
+        expanded = 1 + shape.draft_width * (shape.draft_depth - 1)
+        assert laws[0].shape == fused_laws[0].shape == (expanded, limits.num_drawn)
+        assert np.array_equal(laws[0], fused_laws[0])
+        np.testing.assert_allclose(fused_laws[1], laws[1], atol=1e-4)
+        np.testing.assert_allclose(np.exp(laws[1]).sum(axis=1), 1.0, atol=1e-5)
+        for node in range(1, by_passes.num_nodes):
+            assert by_passes.tokens[node] in laws[0][by_passes.parents[node]]
+        trees.add(tuple(by_passes.tokens.tolist()))
+    assert len(trees) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+def test_children_are_drawn_from_the_drafters_law_at_the_temperature(verifier, temperature):
+    """The first child of the root, over 400 seeds, against softmax(logits / T) over the most likely tokens."""
+    drafter, prompt = toy.make_drafter("sometimes", verifier), [7, 30, 12]
+    decoder = toy.make_engine(drafter, verifier, TreeShape(2, 1, 3)).decoder
+    limits = decoder.draft.limits
+    with torch.no_grad():
+        logits = drafter(torch.tensor([prompt])).logits[0, -1].double() / temperature
+    best = logits.topk(limits.num_drawn)
+    expected = torch.softmax(best.values, 0)
+    counts = np.zeros(limits.num_drawn)
+    for seed in range(400):
+        chooser = TokenChooser(SamplingOptions(temperature=temperature, seed=seed), prompt)
+        decoder.reset(Drafting(toy.slot_table(limits), temperature, chooser))
+        tree = decoder.draft_tree(prompt, TreeShape(2, 1, 3))
+        first, second = tree.tokens[1:].tolist()
+        assert first != second
+        counts[best.indices.tolist().index(first)] += 1
+    wanted = 400 * expected.numpy()
+    likely = wanted >= 5
+    square = ((counts - wanted)[likely] ** 2 / wanted[likely]).sum()
+    freedom = max(1, int(likely.sum()))
+    assert square < freedom + 4.5 * np.sqrt(2 * freedom) + 4
 
 
 @pytest.mark.parametrize("vocab_size", [9, 64, 2049, 5000])

@@ -19,7 +19,7 @@ from yggrt import cuda
 from yggrt.artifacts import DRAFT_OUTPUTS, FUSED_DRAFT_OUTPUTS, VERIFY_OUTPUTS, Step, TensorSpec, attention_windows
 from yggrt.bundle import Bundle
 from yggrt.cuda import MOST_GRAPHS, DeviceStep, Graphs, extent_buckets
-from yggrt.engine import Engine
+from yggrt.engine import Engine, SampledMode
 from yggrt.executor import Decoder
 from yggrt.kvcache import KvCache
 from yggrt.loader import interface_of, is_fixed
@@ -119,6 +119,28 @@ def test_drawn_text_is_the_same_with_the_same_seed(verifier):
         options = {"max_new_tokens": 30, "temperature": 0.9, "seed": seed}
         expected = plain.generate(prompt_of(6), plain=True, **options).token_ids
         assert engine.generate(prompt_of(6), **options).token_ids == expected
+
+
+def test_trees_that_are_drawn_on_the_device_are_those_drawn_here(verifier):
+    drafter = toy.make_drafter("sometimes", verifier)
+    engine, device, _ = make_engine(drafter, verifier, SHAPE)
+    here = toy.make_engine(drafter, verifier, SHAPE)
+    limits = engine.decoder.draft.limits
+    _, one_pass = toy.make_steps(drafter, verifier, limits)
+    steps = {depth: fused_draft(one_pass, SHAPE.draft_width, depth) for depth in range(1, SHAPE.draft_depth + 1)}
+    here.decoder.fused = {depth: Step(s.role, eager_run(s), s.inputs, limits) for depth, s in steps.items()}
+    for step in here.decoder.fused.values():
+        step.bind(
+            here.decoder.drafter_cache.buffers, here.decoder.drafter_cache.layouts, here.decoder.drafter_cache.dtype
+        )
+    for each in (engine, here):
+        each.modes = (SampledMode(1.0, True, SHAPE, toy.slot_table(limits), None),)
+    for seed in range(4):
+        asked = {"max_new_tokens": 30, "temperature": 0.9, "seed": seed}
+        found = engine.generate(prompt_of(6), **asked)
+        assert found.token_ids == here.generate(prompt_of(6), **asked).token_ids
+        assert found.stats.drafted > 20
+    assert device.launches > 20
 
 
 def test_a_launch_has_one_wait_and_constants_are_copied_once(verifier):

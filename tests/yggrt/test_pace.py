@@ -19,13 +19,13 @@ WIDTHS = (1, 2, 3, 4, 6, 9)
 NOTHING = np.zeros(DEPTH_HEADS, np.float32)
 
 
-def make_pace(depths=(0, 1, 2, 4), draft_width=2, token_s=10.0, draft_s=1.0, row_s=1.5) -> Pace:
+def make_pace(depths=(0, 1, 2, 4), draft_width=2, token_s=10.0, draft_s=1.0, row_s=1.5, follows_clock=False) -> Pace:
     """Verify takes 10 s and row_s more a row beyond the first; a pass draft_s; plain decoding 10 s."""
     points = [LatencyPoint("verify", width, 0, 64, 10.0 + row_s * (width - 1), 0.0) for width in WIDTHS]
     points += [LatencyPoint("draft", draft_width, depth, 64, draft_s * depth, 0.0) for depth in depths if depth]
     shape = TreeShape(draft_width, depths[-1], min(9, 1 + draft_width * depths[-1]))
     policy = TreePolicy(draft_width, depths, WIDTHS[: 1 + WIDTHS.index(shape.verify_width)], 8, None, shape)
-    return Pace(policy, StepTimes(points), HostSeconds(0.0, 0.5), 1, token_s)
+    return Pace(policy, StepTimes(points), HostSeconds(0.0, 0.5), 1, token_s, None, follows_clock)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -52,16 +52,20 @@ def test_worthless_nodes_are_not_verified_and_sure_ones_are():
     assert pace.verify_width(np.log(np.array([1, 0.9, 0.8, 0.1, 0.01], dtype=np.float32)), 64) == 3
 
 
-def play(pace: Pace, emit, count: int) -> tuple[float, list[int]]:
-    """Tokens gained over plain decoding, and the depths, over `count` iterations. emit: depth to tokens."""
+def play(pace: Pace, emit, count: int, slower=None) -> tuple[float, list[int]]:
+    """Tokens gained over plain decoding, and the depths, over `count` iterations. emit: depth to tokens.
+
+    slower: depth to what an iteration takes over what the curves say, which is then measured.
+    """
     gained, depths = 0.0, []
     pace.start()
     for _ in range(count):
         shape = pace.shape(None)
         emitted = emit(shape.draft_depth)
         rows = shape.verify_width if shape.draft_depth else 1
-        gained += emitted - pace.iteration_s(shape.draft_depth, rows, 64) / pace.iteration_s(0, 1, 64)
-        pace.observe(shape.draft_depth, rows, 64, emitted)
+        seconds = pace.iteration_s(shape.draft_depth, rows, 64) * (slower(shape.draft_depth) if slower else 1.0)
+        gained += emitted - seconds / (pace.iteration_s(0, 1, 64) * (slower(0) if slower else 1.0))
+        pace.observe(shape.draft_depth, rows, 64, emitted, seconds if slower else None)
         depths.append(shape.draft_depth)
     return gained, depths
 
@@ -92,6 +96,37 @@ def test_good_text_never_falls_back():
     pace = make_pace()
     _, depths = play(pace, lambda depth: 1 + depth, 300)
     assert set(depths) == {4} and pace.num_fallbacks == 0
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_machine_that_slowed_drafts_since_it_was_measured_is_noticed(noise):
+    """Drafts gain by the curves and lose by the clock; so they do with every third iteration disturbed."""
+    chance = random.Random(0)
+
+    def slower(depth: int) -> float:
+        return (1.5 if depth else 1.0) * (1 + noise * chance.random() * (chance.random() < 0.34))
+
+    def emit_after(turns):  # plain iterations are seen at first too
+        return lambda depth: 2 if next(turns) >= 40 and depth else 1
+
+    paces = [make_pace(depths=(0, 1), follows_clock=clock) for clock in (False, True)]
+    (by_curves, drafted), (by_clock, depths) = (
+        play(pace, emit_after(iter(range(10_000))), 800, slower) for pace in paces
+    )
+    assert drafted.count(0) < 100 and by_curves < -60
+    assert depths.count(0) > 600 and by_clock > 0.4 * by_curves
+
+
+def test_a_drift_follows_the_median_and_is_bounded():
+    drift = pace_module.Drift()
+    assert drift.of_drafts == 1.0
+    for turn in range(400):
+        drift.observe(False, 1.0 if turn % 5 else 30.0, 1.0)
+        drift.observe(True, 1.2 if turn % 5 else 30.0, 1.0)
+    assert drift.of_drafts == pytest.approx(1.2, rel=0.03)
+    for _ in range(400):
+        drift.observe(True, 90.0, 1.0)
+    assert drift.of_drafts == pytest.approx(np.exp(pace_module.MOST_DRIFT))
 
 
 def test_an_earlier_gain_does_not_pay_for_a_long_loss():

@@ -44,6 +44,7 @@ from yggrt.plan import (
     TriedSchedule,
     identity_table,
 )
+from yggrt.sampling import GenerationSettings
 from yggrt.schedule import COMPILED, STAGES, sequential_schedule
 from yggrt.text import TextSpec
 from yggrt.tree import TreeShape
@@ -157,6 +158,7 @@ def sample_manifest() -> Manifest:
         driver="",
         kernels="kernels.so",
         text=TextSpec("{{ messages[0].content }}", "<s>", "</s>", None, None, (0, 2)),
+        generation=GenerationSettings(0.7, 20, 0.8, 0.0, 1.05, ("no_repeat_ngram_size=3",)),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +21,12 @@ from transformers import (
 )
 
 from tests import toy
+from tests.yggrt.test_pace import make_pace
 from yggrt.bundle import load
 from yggrt.cli import main
 from yggrt.engine import SampledMode
-from yggrt.sampling import SamplingOptions, TokenChooser, _largest, draw, law, penalized
+from yggrt.pace import Pace
+from yggrt.sampling import GenerationSettings, SamplingOptions, TokenChooser, _largest, draw, law, penalized
 from yggrt.tree import TreeShape
 
 PROMPT = [5, 9, 17, 30, 5]
@@ -202,6 +206,32 @@ def test_drawn_trees_end_where_they_should(verifier, eos):
 
 
 @pytest.mark.field(10)
+def test_what_a_seed_draws_depends_on_nothing_but_the_plan(verifier, monkeypatch):
+    """Neither on the clock, nor W_v on what was drawn, which would change the law."""
+    observed, texts = [], []
+
+    class Watched(Pace):
+        def verify_width(self, values, extent):
+            raise AssertionError("W_v was chosen by values")
+
+        def observe(self, depth, verify_width, extent, emitted, compiled_s=None):
+            observed.append((depth, verify_width, compiled_s))
+            super().observe(depth, verify_width, extent, emitted, compiled_s)
+
+    for others in (0, 3):
+        engine = drawing_engine(verifier)
+        pace = make_pace(depths=(0, 1, 2), draft_width=4, follows_clock=True)
+        pace.__class__ = Watched
+        engine.modes = (replace(engine.modes[0], pace=pace),)
+        for seed in range(others):  # what was asked before does not matter either
+            engine.generate(PROMPT[:3], max_new_tokens=20, temperature=0.7, seed=seed)
+        texts.append(engine.generate(PROMPT, max_new_tokens=60, temperature=1.0, seed=5).token_ids)
+    assert texts[0] == texts[1]
+    assert {clock for _, _, clock in observed} == {None}
+    assert {width for depth, width, _ in observed if depth == 2} <= {9}
+
+
+@pytest.mark.field(10)
 @pytest.mark.parametrize("draws", [False, True], ids=["favourites", "drawn"])
 def test_seeds_are_honoured_and_requests_do_not_share_a_stream(verifier, draws):
     engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 2, 7))
@@ -292,3 +322,34 @@ def test_a_compiled_pair_draws_the_same_with_and_without_its_drafter(toy_bundle,
     assert outputs[0] == outputs[1]
     assert main([*arguments, "--temperature", "-1"]) == 1
     assert capsys.readouterr().err == "yggrt: temperature=-1.0: a number from 0 is accepted\n"
+
+
+def configured(verifier, settings: GenerationSettings):
+    engine = toy.make_engine(verifier, verifier, TreeShape(1, 1, 2))
+    engine.bundle = SimpleNamespace(manifest=SimpleNamespace(generation=settings))
+    return engine
+
+
+@pytest.mark.field(12)
+def test_the_checkpoints_own_settings_hold_on_request_alone(verifier):
+    engine = configured(verifier, GenerationSettings(0.8, 7, 0.9, 0.01, 1.2, ()))
+    asked = {"max_new_tokens": 30, "ignore_eos": True}
+    own = {"temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+    assert engine.generate(PROMPT, **asked).token_ids == tuple(toy.hf_greedy(verifier, PROMPT, 30))
+    wanted = engine.generate(PROMPT, **asked, **own, seed=3).token_ids
+    assert engine.generate(PROMPT, **asked, generation_config=True, seed=3).token_ids == wanted
+    given = engine.generate(PROMPT, **asked, **(own | {"top_k": 0, "temperature": 1.5}), seed=3).token_ids
+    assert given != wanted
+    mixed = {"temperature": 1.5, "top_k": 0, "generation_config": True}
+    assert engine.generate(PROMPT, **asked, **mixed, seed=3).token_ids == given
+
+
+@pytest.mark.field(12)
+def test_settings_that_are_not_honoured_are_refused_by_name(verifier):
+    engine = configured(verifier, GenerationSettings(0.0, 0, 1.0, 0.0, 1.0, ("no_repeat_ngram_size=3",)))
+    engine.generate(PROMPT, max_new_tokens=3)
+    with pytest.raises(ValueError, match="asks for no_repeat_ngram_size=3, which is not honoured"):
+        engine.generate(PROMPT, max_new_tokens=3, generation_config=True)
+    engine.bundle = None
+    with pytest.raises(ValueError, match="made by hand"):
+        engine.generate(PROMPT, max_new_tokens=3, generation_config=True)
