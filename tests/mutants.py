@@ -295,8 +295,8 @@ MUTANTS = (
     Mutant(
         "children are verified as if drawn at temperature 1",
         "runtime/yggrt/executor.py",
-        "        chances = np.exp(log_q.astype(np.float64))\n",
-        "        chances = np.exp(log_q.astype(np.float64) * 0.7)\n",
+        "            chances = np.exp(logs[node].astype(np.float64))\n",
+        "            chances = np.exp(logs[node].astype(np.float64) * 0.7)\n",
         "tests/yggrt/test_sampling.py::test_trees_that_are_drawn_have_the_law_of_plain_sampling",
     ),
     Mutant(

@@ -412,6 +412,7 @@ def load_engine(
         max_context,
         plain_width=1,
         by_width={step.width: loaded[step.role] for step in steps if step.width is not None},
+        laws=loader.laws,
     )
     codec = TextCodec(verifier.tokenizer, text)
     return Engine(

@@ -32,8 +32,8 @@ from yggrt.show import describe_policy
 from yggrt.tree import PLAIN, TreeShape
 
 TEMPERATURES = (0.6, 1.0)
-FIT_TEXTS, HELD_OUT_TEXTS = 24, 12
-SCREENED_TEXTS = 8
+FIT_TEXTS, HELD_OUT_TEXTS = 16, 12
+SCREENED_TEXTS = 5
 """Of the fit ones, that every tree of favourites is tried on."""
 ORDERS = 4
 """Ways to draw the children of a position, which the table of places is estimated from."""

@@ -93,8 +93,8 @@ class _Open:
 
     def place(self, token: int) -> int | None:
         """Of a child among the M tokens; None for a dead one, which had no chance of being drawn."""
-        places = (self.ids == token).nonzero()[0]
-        return int(places[0]) if places.size and self.drafted[places[0]] > 0 else None
+        place = int((self.ids == token).argmax())
+        return place if self.ids[place] == token and self.drafted[place] > 0 else None
 
     def reject(self, place: int) -> None:
         """Turn one of the children down."""

@@ -298,13 +298,13 @@ class Step:
         )
 
 
-def load_kernels(path: Path) -> None:
+def load_kernels(path: Path) -> ctypes.CDLL:
     """Load the library of kernels that artifacts call; its names carry a tag, so that several may be loaded.
 
     Raises ArtifactError in one line when the loader refuses the file.
     """
     try:
-        ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_GLOBAL)
     except OSError as error:
         raise ArtifactError(f"{path.name} cannot be loaded: {error}. Rebuild the bundle here.") from None
 

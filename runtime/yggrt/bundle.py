@@ -207,6 +207,7 @@ def _make_decoder(bundle: Bundle, target: Target, uses_graphs: bool) -> Decoder:
         plan.plain_width,
         plan.depth_network,
         {int(role.removeprefix("verify.w")): step(role) for role in widths},
+        loader.laws,
     )
 
 

@@ -357,7 +357,7 @@ class Engine:
     ) -> Generator[bool, None, None]:
         """Prefill, then rounds, until the output is finished; yields whether it is whenever there may be text."""
         decoder, executor, sampling = self.decoder, self.executor, options.sampling
-        chooser = None if sampling.is_argmax else TokenChooser(sampling, prompt_ids)
+        chooser = None if sampling.is_argmax else TokenChooser(sampling, prompt_ids, decoder.laws)
         shape, pace, drafting = self.shape, self.pace, None
         if not sampling.is_greedy and self.modes:
             assert chooser is not None

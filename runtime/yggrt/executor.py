@@ -21,7 +21,7 @@ from yggrt.artifacts import DRAFT_LAWS, DRAFT_ROWS, TREE, Step, attention_window
 from yggrt.depth import DepthNetwork
 from yggrt.kvcache import KvCache
 from yggrt.masks import StepMask, prefix_mask
-from yggrt.sampling import TokenChooser
+from yggrt.sampling import REFERENCE, Laws, TokenChooser
 from yggrt.tree import Tree, TreeShape, VerifyCut, cut_most_valuable, order_by_value
 
 PREFILL_WIDTH = 256
@@ -138,10 +138,17 @@ class Iteration:
 
     def laws_of(self, cut: VerifyCut) -> Callable[[int], DraftLaw]:
         """A row of a cut to the law its children were drawn from."""
-        tokens, log_q = (np.concatenate([part.numpy() for part in parts]) for parts in zip(*self.laws, strict=True))
-        chances = np.exp(log_q.astype(np.float64))
-        chances /= chances.sum(axis=1, keepdims=True)
-        return lambda row: DraftLaw(tokens[cut.nodes[row]], chances[cut.nodes[row]])
+        tokens, log_q = self.laws[0]
+        if len(self.laws) > 1:
+            tokens, log_q = (torch.cat(parts) for parts in zip(*self.laws, strict=True))
+        ids, logs = tokens.numpy(), log_q.numpy()
+
+        def law(row: int) -> DraftLaw:
+            node = cut.nodes[row]
+            chances = np.exp(logs[node].astype(np.float64))
+            return DraftLaw(ids[node], chances / chances.sum())
+
+        return law
 
     def result(self) -> Round:
         """What `accept` found."""
@@ -181,6 +188,7 @@ class Decoder:
     fused:      by depth, the graphs that draft a whole tree of `draft_width` at once; other trees grow pass by pass.
     table:      float32[K, B], log a by (rank, log q), of requests that do not bring their own; see `Drafting`.
     network:    evaluated inside `verify`; None where no depth was learned.
+    laws:       what tokens are drawn with above temperature 0.
     by_width:   steps that run as many rows alone, in place of `verify` in an iteration.
     on_prefill: called with (tokens of the prompt read, tokens of the prompt) as the prefill goes on; None for nobody.
     """
@@ -198,9 +206,10 @@ class Decoder:
         plain_width: int,
         network: DepthNetwork | None = None,
         by_width: Mapping[int, Step] | None = None,
+        laws: Laws = REFERENCE,
     ) -> None:
         self.verify, self.draft = verify, draft
-        self.by_width = by_width or {}
+        self.by_width, self.laws = by_width or {}, laws
         self.fused, self.draft_width = fused, draft_width
         self.verifier_cache, self.drafter_cache = verifier_cache, drafter_cache
         for step in (verify, *self.by_width.values()):

@@ -29,6 +29,7 @@ from yggrt.artifacts import (
 )
 from yggrt.cuda import CudaDevice, DeviceStep, Graphs, extent_buckets
 from yggrt.kvcache import EXTENT_BUCKET, KvCache
+from yggrt.sampling import REFERENCE, LawKernels
 from yggrt.target import Target
 
 SMALLEST_EXTENT = 256
@@ -46,8 +47,7 @@ class StepLoader:
 
     def __init__(self, target: Target, kernels: Path | None, dtype: torch.dtype, uses_graphs: bool = True) -> None:
         self.target, self.dtype, self.uses_graphs = target, dtype, uses_graphs
-        if kernels is not None:
-            load_kernels(kernels)
+        self.laws = REFERENCE if kernels is None else LawKernels(load_kernels(kernels))
         self._devices: dict[str, CudaDevice] = {}
         if target.kind == "cuda":
             self._devices = {model: CudaDevice(target.device_index) for model in ("verify", "draft")}

@@ -7,9 +7,11 @@ plan. Chances are float32, sums of many of them float64.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -93,6 +95,57 @@ class GenerationSettings:
             )
 
 
+class Laws(Protocol):
+    """What a chooser reckons with: `REFERENCE`, or the kernels that say the same faster."""
+
+    def law(self, scores: Scores, options: SamplingOptions, out: Scores) -> Scores:
+        """See `law`."""
+
+    def draw(self, weights: Scores, number: float) -> int:
+        """See `draw`."""
+
+
+class _Reference:
+    def law(self, scores: Scores, options: SamplingOptions, out: Scores) -> Scores:
+        return law(scores, options, out)
+
+    def draw(self, weights: Scores, number: float) -> int:
+        return draw(weights, number)
+
+
+REFERENCE: Laws = _Reference()
+"""In numpy."""
+
+
+class LawKernels:
+    """In a bundle's library of kernels."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._law, self._draw = library.ygg_law, library.ygg_draw
+        number, real, place = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+        self._law.argtypes, self._law.restype = (place, number, real, number, real, real, place), None
+        self._draw.argtypes, self._draw.restype = (place, number, real), number
+
+    def law(self, scores: Scores, options: SamplingOptions, out: Scores) -> Scores:
+        """See `Laws`."""
+        scores = np.ascontiguousarray(scores)
+        self._law(
+            _address(scores), scores.size, options.temperature, options.top_k, options.top_p, options.min_p,
+            _address(out),
+        )  # fmt: skip
+        return out
+
+    def draw(self, weights: Scores, number: float) -> int:
+        """See `Laws`."""
+        token: int = self._draw(_address(weights), weights.size, number)
+        return token
+
+
+def _address(array: Scores) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 def _require_number(name: str, value: object, low: float, high: float, accepted: str, above: bool = False) -> None:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not fits or not low <= value <= high or (above and value == low):  # type: ignore[operator]
@@ -107,11 +160,11 @@ def _require_integer(name: str, value: object) -> None:
 class TokenChooser:
     """Chooses the tokens of one request, one after another or an iteration's at a time.
 
-    history: tokens of the prompt.
+    history: tokens of the prompt. laws: what it reckons with.
     """
 
-    def __init__(self, options: SamplingOptions, history: Sequence[int]) -> None:
-        self.options = options
+    def __init__(self, options: SamplingOptions, history: Sequence[int], laws: Laws = REFERENCE) -> None:
+        self.options, self._reckon = options, laws
         self._generator = np.random.default_rng(options.seed)
         self._seen = dict.fromkeys(history)
         self._laws: list[Scores] = []  # room for those of an iteration
@@ -122,7 +175,7 @@ class TokenChooser:
         if self.options.is_greedy:
             token = int(scores.argmax())
         else:
-            token = self.draw(law(scores, self.options, self._room(0, scores)))
+            token = self.draw(self._reckon.law(scores, self.options, self._room(0, scores)))
         self._seen[token] = None
         return token
 
@@ -145,7 +198,7 @@ class TokenChooser:
                 path.append(int(tokens[at]))
                 at = int(parents[at])
             scores = self._scores(logits[row], path)
-            return law(scores, self.options, self._room(row, scores))
+            return self._reckon.law(scores, self.options, self._room(row, scores))
 
         path, bonus = traverse(tokens, parents, law_of, drafted, self)
         self._seen |= dict.fromkeys([*tokens[path[1:]].tolist(), bonus])
@@ -161,7 +214,7 @@ class TokenChooser:
 
     def draw(self, weights: Scores) -> int:
         """See `yggrt.accept.Chance`."""
-        return draw(weights, self._generator.random())
+        return self._reckon.draw(weights, self._generator.random())
 
     def _room(self, place: int, like: Scores) -> Scores:
         while len(self._laws) <= place:
@@ -210,8 +263,8 @@ def _largest(scores: Scores, count: int) -> NDArray[np.int64]:
     """Places of the `count` largest, and of all that equal the least of them."""
     likely = np.arange(scores.size)
     if count <= scores.size // BLOCK:
-        best = _columns(scores)[0].max(axis=0)
-        likely = np.flatnonzero(scores >= np.partition(best, -count)[-count])  # as many columns reach that much
+        best = np.maximum.reduceat(scores, np.arange(0, scores.size, BLOCK))
+        likely = np.flatnonzero(scores >= np.partition(best, -count)[-count])  # as many blocks reach that much
     few = scores[likely]
     found: NDArray[np.int64] = likely[few >= np.partition(few, -count)[-count]]
     return found
@@ -246,28 +299,17 @@ def _most_likely(chances: Scores, share: float) -> NDArray[np.int64]:
     return kept
 
 
-def _columns(values: Scores) -> tuple[Scores, Scores]:
-    """Values as BLOCK rows, below one another, and what is left of them: reducing rows is the fastest way through."""
-    width = values.size // BLOCK
-    return values[: width * BLOCK].reshape(BLOCK, width), values[width * BLOCK :]
+def draw(weights: Scores, number: float) -> int:
+    """The token at which the running sum of a law passes this share of it. number: from 0 below 1.
 
-
-def draw(chances: Scores, number: float) -> int:
-    """A token by its chance. chances: float32[V], up to a factor; number: from 0 below 1, uniform.
-
-    The running sum goes through one column after another, see `_columns`, and passes this share of it at the token.
+    weights: float32[V], a law up to a factor. Sums of BLOCK tokens first, then within them.
     """
-    table, rest = _columns(chances)
-    width = table.shape[1]
-    sums = table.sum(axis=0).cumsum(dtype=np.float64)
-    if rest.size:
-        sums = np.append(sums, sums[-1:].sum() + rest.sum())
+    sums = np.add.reduceat(weights, np.arange(0, weights.size, BLOCK)).cumsum(dtype=np.float64)
     at = number * float(sums[-1])
-    column = _passed(sums, at)
-    within = (table[:, column] if column < width else rest).cumsum(dtype=np.float64)
-    place = _passed(within, at - float(sums[column - 1]) if column else at)
-    token: int = column + place * width if column < width else width * BLOCK + place
-    return token
+    block = _passed(sums, at)
+    first = block * BLOCK
+    within = weights[first : first + BLOCK].cumsum(dtype=np.float64)
+    return first + _passed(within, at - float(sums[block - 1]) if block else at)
 
 
 def _passed(sums: NDArray[np.float64], at: float) -> int:

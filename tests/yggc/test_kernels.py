@@ -17,6 +17,9 @@ from yggc.kernels import OPERATORS, c_interface, compile_kernels, find_compiler
 from yggc.packing import BLOCK, AffineWeights, Format, PackedMatrix, pack, unpack
 from yggrt.artifacts import MASK_VALUE
 from yggrt.errors import BuildError
+from yggrt.sampling import LawKernels, SamplingOptions
+from yggrt.sampling import draw as reference_draw
+from yggrt.sampling import law as reference_law
 from yggrt.target import detect_target
 
 PLAIN = {Format.FLOAT32: torch.float32, Format.BFLOAT16: torch.bfloat16, Format.FLOAT16: torch.float16}
@@ -39,7 +42,7 @@ class Kernels:
     """The compiled library; a call takes tensors and numbers in the operator's order and returns its results."""
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+        self.library = library = ctypes.CDLL(str(path))
         self._delete = library.aoti_torch_delete_tensor_object
         self._delete.argtypes = [ctypes.c_void_p]
         self._functions = {}
@@ -535,6 +538,62 @@ def bad_draw() -> dict[str, tuple]:
         "more than there are": (tokens, log_q, noise, warm, 5),
         "none": (tokens, log_q, noise, warm, 0),
     }
+
+
+# The law that tokens are drawn from
+
+SAMPLED = [
+    {}, {"top_k": 1}, {"top_k": 7}, {"top_k": 60}, {"top_k": 5000}, {"top_p": 0.9}, {"top_p": 1e-9}, {"top_p": 0.9999},
+    {"min_p": 0.1}, {"min_p": 1.0}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02},
+]  # fmt: skip
+
+
+@pytest.fixture
+def laws(kernels) -> LawKernels:
+    return LawKernels(kernels.library)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 0.3, 1.0, 7.0])
+@pytest.mark.parametrize(
+    "given", SAMPLED, ids=lambda given: "-".join(f"{name}={given[name]}" for name in given) or "all"
+)
+@pytest.mark.parametrize("size", [1, 5, 127, 128, 1000, 4096 + 77])
+def test_the_law_is_that_of_the_reference(laws, size, given, temperature):
+    options = SamplingOptions(temperature=temperature, **given)
+    for seed, spread in ((0, 0.5), (1, 4.0), (2, 30.0)):
+        logits = (np.random.default_rng(seed).standard_normal(size) * spread).astype(np.float32)
+        expected = reference_law(logits, options)
+        found = laws.law(logits, options, np.full(size, np.nan, np.float32))
+        # at top_p's edge the two may round apart: one token more or less, which holds next to nothing
+        apart = ((found > 0) != (expected > 0)) & (np.maximum(found, expected) > 1e-30)
+        assert apart.sum() <= (given.get("top_p", 1.0) < 1) and np.maximum(found, expected)[apart].sum() < 1e-3
+        np.testing.assert_allclose(found[~apart], expected[~apart], rtol=2e-4 + 3e-3 * apart.any(), atol=1e-9)
+        assert found.sum(dtype=np.float64) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_equals_at_the_edge_of_top_k_are_all_kept(laws):
+    logits = np.array([3.0, 1.0, 2.0, 2.0, 0.0, 2.0], np.float32)
+    found = laws.law(logits, SamplingOptions(temperature=1.0, top_k=2), np.empty(6, np.float32))
+    assert (found > 0).tolist() == [True, False, True, True, False, True]
+
+
+def test_logits_that_are_not_numbers_draw_something_within_the_vocabulary(laws):
+    for bad in (np.nan, np.inf, -np.inf):
+        for given in SAMPLED:
+            logits = np.full(300, bad, np.float32)
+            found = laws.law(logits, SamplingOptions(temperature=1.0, **given), np.empty(300, np.float32))
+            assert 0 <= laws.draw(found, 0.7) < 300
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 3000])
+def test_draws_are_those_of_the_reference(laws, size):
+    chance = np.random.default_rng(size)
+    weights = chance.random(size).astype(np.float32) * (chance.random(size) < 0.3)
+    weights[chance.integers(size)] = 1.0
+    numbers = [0.0, 1 - 2**-53, *chance.random(3000)]
+    drawn = [(laws.draw(weights, number), reference_draw(weights, number)) for number in numbers]
+    assert all(weights[token] > 0 for pair in drawn for token in pair)
+    assert sum(one != other for one, other in drawn) <= 2  # sums are rounded otherwise
 
 
 # The operators' references in Python

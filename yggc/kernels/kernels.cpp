@@ -1,4 +1,5 @@
-// The CPU's hot loops: products with packed weights, rows of a packed embedding, attention over the KV buffers.
+// The CPU's hot loops: products with packed weights, rows of a packed embedding, attention over the KV buffers, what is
+// drafted, and the law that tokens are drawn from.
 //
 // Invariant: a row's result depends on that row alone. Every sum runs in one order, over the features of a product and
 // over the slots of an attention, whatever the number of rows, the extent, or where in a tree a row stands; an invisible
@@ -14,8 +15,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <new>
 #include <utility>
+#include <vector>
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -761,6 +764,82 @@ inline void draw_of_row(
   std::fill_n(places, count, sureness);
 }
 
+// ---- the law that tokens are drawn from ----
+
+constexpr int64_t GROUP = 128;  // tokens that are looked at together before one of them is looked for
+
+inline int64_t group_count(int64_t size) { return (size + GROUP - 1) / GROUP; }
+
+inline float largest_of(const float* values, int64_t count) {
+  float most = -INFINITY;
+  int64_t at = 0;
+  if (count >= LANES) {
+    Vector best = load(values);
+    for (at = LANES; at + LANES <= count; at += LANES) {
+      const Vector here = load(values + at);
+      best = here > best ? here : best;
+    }
+    for (int lane = 0; lane < LANES; ++lane) most = std::max(most, best[lane]);
+  }
+  for (; at < count; ++at) most = std::max(most, values[at]);
+  return most;
+}
+
+inline float sum_of(const float* values, int64_t count) {
+  Vector sums = {};
+  int64_t at = 0;
+  for (; at + LANES <= count; at += LANES) sums += load(values + at);
+  float total = 0;
+  for (int lane = 0; lane < LANES; ++lane) total += sums[lane];
+  for (; at < count; ++at) total += values[at];
+  return total;
+}
+
+// The least of the `count` largest values; best: the largest of every group.
+float least_of_largest(
+    const float* values, int64_t size, int64_t count, const std::vector<float>& best, std::vector<float>& few) {
+  float bound = -INFINITY;
+  const int64_t groups = static_cast<int64_t>(best.size());
+  if (count <= groups) {  // as many groups reach that much
+    few = best;
+    std::nth_element(few.begin(), few.begin() + (count - 1), few.end(), std::greater<float>());
+    bound = few[count - 1];
+  }
+  few.clear();
+  for (int64_t group = 0; group < groups; ++group)
+    if (best[group] >= bound)
+      for (int64_t at = group * GROUP; at < std::min(size, (group + 1) * GROUP); ++at)
+        if (values[at] >= bound) few.push_back(values[at]);
+  if (static_cast<int64_t>(few.size()) < count) return -INFINITY;  // not numbers
+  std::nth_element(few.begin(), few.begin() + (count - 1), few.end(), std::greater<float>());
+  return few[count - 1];
+}
+
+// Keep the fewest chances, the largest first, that hold `share` of `total`; the others become 0. Returns their sum.
+double keep_share(float* chances, int64_t size, double share, double total) {
+  static thread_local std::vector<std::pair<float, int64_t>> likely;
+  double found = 0;
+  for (float bound = 0.03f;; bound *= 0.1f) {  // of the largest, which is 1
+    likely.clear();
+    found = 0;
+    for (int64_t at = 0; at < size; ++at)
+      if (chances[at] >= bound) {
+        likely.emplace_back(-chances[at], at);
+        found += chances[at];
+      }
+    if (found >= share * total || bound < 1e-30f) break;
+  }
+  std::sort(likely.begin(), likely.end());
+  std::fill_n(chances, size, 0.0f);
+  double kept = 0;
+  for (const auto& [negated, at] : likely) {
+    chances[at] = -negated;
+    kept -= negated;
+    if (kept >= share * total) break;
+  }
+  return kept;
+}
+
 // ---- AOTInductor's C interface ----
 
 template <class Pointer>
@@ -976,6 +1055,84 @@ AOTITorchError YGG_OP(attention)(
     attend_all(sizes, pointer<const uint16_t*>(queries), pointer<const uint16_t*>(keys),
                pointer<const uint16_t*>(values), pointer<const uint16_t*>(mask), pointer<uint16_t*>(*result));
   return AOTI_TORCH_SUCCESS;
+}
+
+// The law that a request draws from, see `law` of yggrt/sampling.py: logits and law float32 [size]; top_k 0, top_p 1 and
+// min_p 0 do nothing.
+void ygg_law(
+    const float* logits, int64_t size, double temperature, int64_t top_k, double top_p, double min_p, float* law) {
+  static thread_local std::vector<float> best, few;
+  const int64_t groups = group_count(size);
+  best.resize(groups);
+  float most = -INFINITY;
+  for (int64_t group = 0; group < groups; ++group) {
+    best[group] = largest_of(logits + group * GROUP, std::min(GROUP, size - group * GROUP));
+    most = std::max(most, best[group]);
+  }
+  const float least = top_k > 0 && top_k < size ? least_of_largest(logits, size, top_k, best, few) : -INFINITY;
+  const Vector divisor = broadcast(static_cast<float>(temperature)), largest = broadcast(most), bound = broadcast(least);
+  double total = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t first = group * GROUP, count = std::min(GROUP, size - first);
+    if (best[group] < least) {
+      std::fill_n(law + first, count, 0.0f);
+      continue;
+    }
+    Vector sums = {};
+    for (int64_t at = first; at < first + count; at += LANES) {
+      float rest[LANES];
+      const int64_t here = std::min<int64_t>(LANES, first + count - at);
+      const float* from = logits + at;
+      if (here < LANES) {
+        std::copy_n(from, here, rest);
+        std::fill(rest + here, rest + LANES, -INFINITY);
+        from = rest;
+      }
+      const Vector values = load(from);
+      const Vector chances = values >= bound ? exponential((values - largest) / divisor) : Vector{};
+      if (here < LANES) {
+        for (int lane = 0; lane < here; ++lane) {
+          law[at + lane] = chances[lane];
+          sums[lane] += chances[lane];
+        }
+      } else {
+        store(law + at, chances);
+        sums += chances;
+      }
+    }
+    for (int lane = 0; lane < LANES; ++lane) total += sums[lane];
+  }
+  if (top_p < 1) total = keep_share(law, size, top_p, total);
+  if (min_p > 0) {
+    total = 0;
+    for (int64_t at = 0; at < size; ++at) {
+      if (law[at] < static_cast<float>(min_p)) law[at] = 0;
+      total += law[at];
+    }
+  }
+  const float scale = static_cast<float>(1 / total);
+  for (int64_t at = 0; at < size; ++at) law[at] *= scale;
+}
+
+// The token at which the running sum of weights float32 [size] passes this share of it, see `draw` of yggrt/sampling.py.
+int64_t ygg_draw(const float* weights, int64_t size, double number) {
+  static thread_local std::vector<double> sums;
+  const int64_t groups = group_count(size);
+  sums.resize(groups);
+  double total = 0;
+  for (int64_t group = 0; group < groups; ++group)
+    sums[group] = total += sum_of(weights + group * GROUP, std::min(GROUP, size - group * GROUP));
+  const double at = number * total;
+  int64_t group = std::upper_bound(sums.begin(), sums.end(), at) - sums.begin();
+  if (group == groups) group = std::max_element(sums.begin(), sums.end()) - sums.begin();
+  double sum = group ? sums[group - 1] : 0;
+  int64_t last = group * GROUP;
+  for (int64_t token = group * GROUP; token < std::min(size, (group + 1) * GROUP); ++token) {
+    if (weights[token] > 0) last = token;
+    sum += weights[token];
+    if (sum > at) return last;
+  }
+  return last;
 }
 
 }  // extern "C"
