@@ -288,7 +288,7 @@ MUTANTS = (
     Mutant(
         "the token after a tree ignores what was turned down",
         "runtime/yggrt/accept.py",
-        "            weights[self.ids] = self.inside / self.scale\n",
+        "        weights[self.ids] = self.inside / self.scale\n",
         "",
         "tests/yggrt/test_sampling_law.py",
     ),

@@ -81,14 +81,22 @@ class _Open:
     """
 
     def __init__(
-        self, row: int, accept: float, law: NDArray[Any], draft: DraftLaw | None, children: Sequence[int]
+        self,
+        row: int,
+        accept: float,
+        children: Sequence[int],
+        law_of: Callable[[int], NDArray[Any]],
+        drafted: Callable[[int], DraftLaw],
     ) -> None:
-        self.row, self.accept, self.law, self.children = row, accept, law, children
+        self.row, self.accept, self.children = row, accept, children
         self.visited = 0
         self.scale = 1.0
-        if draft is not None:
+        self._law_of = law_of
+        if children:  # a leaf's law is asked for only where the leaf is accepted
+            draft = drafted(row)
+            self._law = law_of(row)
             self.ids, self.drafted = draft.ids, draft.chances.copy()
-            self.inside = law[draft.ids].astype(np.float64)
+            self.inside = self._law[draft.ids].astype(np.float64)
             self.outside = max(0.0, 1.0 - float(self.inside.sum()))
 
     def place(self, token: int) -> int | None:
@@ -108,6 +116,8 @@ class _Open:
             self.accept = mass / (mass + (1.0 - self.accept))
         else:
             self.accept = 0.0
+        if self.visited == len(self.children):
+            return  # nothing is left to be drawn
         self.drafted[place] = 0.0
         remaining = float(self.drafted.sum())
         if remaining > 0:
@@ -115,12 +125,13 @@ class _Open:
 
     def weights(self) -> NDArray[Any]:
         """Of the token after it, where none of its children is accepted: float[V]."""
-        weights = self.law
-        if self.children:
-            before = weights[self.ids]
-            weights[self.ids] = self.inside / self.scale
-            if not self.inside.any() and not weights.any():  # p and q all but equal: what is left is lost in rounding
-                weights[self.ids] = before
+        if not self.children:
+            return self._law_of(self.row)
+        weights = self._law
+        before = weights[self.ids]
+        weights[self.ids] = self.inside / self.scale
+        if not self.inside.any() and not weights.any():  # p and q all but equal: what is left is lost in rounding
+            weights[self.ids] = before
         return weights
 
 
@@ -142,10 +153,7 @@ def traverse(
     for row, parent in enumerate(parents.tolist()[1:], start=1):
         children[parent].append(row)
 
-    def opened(row: int, accept: float) -> _Open:
-        return _Open(row, accept, law_of(row), drafted(row) if children[row] else None, children[row])
-
-    path, places = [opened(0, 1.0)], [0]
+    path, places = [_Open(0, 1.0, children[0], law_of, drafted)], [0]
     while True:
         node = path[-1]
         if node.visited < len(node.children):
@@ -156,7 +164,7 @@ def traverse(
                 continue
             accept = min(1.0, node.accept * float(node.inside[place]) / float(node.drafted[place]))
             if accept > 0:
-                path.append(opened(row, accept))
+                path.append(_Open(row, accept, children[row], law_of, drafted))
                 places.append(place)
             else:
                 node.reject(place)
