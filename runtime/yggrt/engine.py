@@ -358,18 +358,20 @@ class Engine:
         """Prefill, then rounds, until the output is finished; yields whether it is whenever there may be text."""
         decoder, executor, sampling = self.decoder, self.executor, options.sampling
         chooser = None if sampling.is_argmax else TokenChooser(sampling, prompt_ids, decoder.laws)
-        shape, pace, drafting = self.shape, self.pace, None
+        schedule = executor.schedule
+        shape, pace, drafting, verify_width = self.shape, self.pace, None, schedule.verify_width
         if not sampling.is_greedy and self.modes:
             assert chooser is not None
             mode = min(self.modes, key=lambda mode: abs(math.log(mode.temperature / sampling.temperature)))
-            shape, pace, drafting = mode.shape, mode.pace, Drafting(mode.table)
+            shape, pace, drafting, verify_width = mode.shape, mode.pace, Drafting(mode.table), None
+            if shape.draft_depth == 0 and not options.plain:
+                recorder.notice("decoded plainly, since drafts were not found to pay at this temperature")
             if mode.draws:
                 drafting = Drafting(mode.table, sampling.temperature, chooser)
         decoder.reset(drafting)
         executor.reset()
         if output.finished:  # nothing was asked for
             return
-        schedule = executor.schedule
         request = Request(
             decoder=decoder,
             tokens=list(prompt_ids),
@@ -381,7 +383,7 @@ class Engine:
             chooser=chooser,
             draws=drafting is not None and drafting.draws,
             drafter_context=self.drafter_context,
-            verify_width=schedule.verify_width,
+            verify_width=verify_width,
             looks_ahead=schedule.looks_ahead,
             recorder=recorder,
         )

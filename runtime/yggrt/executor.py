@@ -79,12 +79,12 @@ ChooseWidth = Callable[[NDArray[np.float32], int], int]
 class Drafting:
     """How a request's trees are drafted.
 
-    table:       float32[K, B], log a; see `yggrt.artifacts.draft_inputs`.
+    table:       float32[K, B], log a; see `yggrt.artifacts.draft_inputs`. None for the decoder's own.
     temperature: children are drawn at; 0 takes the drafter's favourites.
     chooser:     of the request's tokens, which makes the noise for draws; None where there are none.
     """
 
-    table: Tensor
+    table: Tensor | None = None
     temperature: float = 0.0
     chooser: TokenChooser | None = None
 
@@ -228,7 +228,7 @@ class Decoder:
         self.windows = attention_windows(verifier_cache.layouts)
         self.compiled_s = 0.0  # seconds inside compiled steps since `reset`, without those of drafts ahead of time
         self.num_guessed = 0  # head drafts since `reset` that were there already
-        self._drafting = Drafting(table)
+        self._drafting = Drafting()
         self._temperature = torch.zeros(1)
         self._no_noise: dict[int, Tensor] = {}
         self.stages: Mapping[str, Callable[[Iteration], None]] = {
@@ -279,8 +279,8 @@ class Decoder:
         return self.verifier_cache.buffers[0].device
 
     def reset(self, drafting: Drafting | None = None) -> None:
-        """Start a new sequence. drafting: default the drafter's favourites by the decoder's own table."""
-        self._drafting = drafting or Drafting(self.table)
+        """Start a new sequence. drafting: default the drafter's favourites."""
+        self._drafting = drafting or Drafting()
         self._temperature[0] = self._drafting.temperature
         self.verifier_cache.reset()
         self.drafter_cache.reset()
@@ -381,7 +381,7 @@ class Decoder:
         ahead: bool = False,
     ) -> list[Tensor]:
         """One pass. ahead: of a draft ahead of time, whose seconds are not the iteration's own."""
-        cache, table = self.drafter_cache, self._drafting.table
+        cache, table = self.drafter_cache, self._table()
         started = perf_counter()
         outputs = self.draft(
             *rows, expand_rows, expand_nodes, new_nodes, self._root, *state, table, self._temperature, noise, extent,
@@ -393,7 +393,7 @@ class Decoder:
         return outputs
 
     def _run_fused(self, step: Step, extent: Tensor) -> Sequence[Tensor]:
-        cache, table = self.drafter_cache, self._drafting.table
+        cache, table = self.drafter_cache, self._table()
         noise = self._noise(step.limits.max_nodes)
         started = perf_counter()
         outputs = step(
@@ -402,6 +402,10 @@ class Decoder:
         self.compiled_s += perf_counter() - started
         cache.moved()
         return outputs
+
+    def _table(self) -> Tensor:
+        own = self._drafting.table
+        return self.table if own is None else own
 
     def _noise(self, rows: int) -> Tensor:
         """For the draws of the nodes that a pass expands; see `yggrt.artifacts.draft_inputs`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ import yggrt
 from tests import toy
 from tests.yggc.checkpoint_makers import make_tokenizer, write_checkpoint
 from yggc.cli import main
+from yggrt.engine import SampledMode
 from yggrt.errors import TargetMismatchError
 from yggrt.plan import DraftGraph, TreePolicy, read_plan, write_plan
 from yggrt.schedule import sequential_schedule
@@ -119,6 +121,27 @@ def test_drawn_text_is_that_of_plain_decoding(engine):
         options = {"max_new_tokens": 40, "temperature": 0.8, "seed": seed, "ignore_eos": True}
         plain = engine.generate(prompt_of(9, seed), plain=True, **options)
         assert engine.generate(prompt_of(9, seed), **options).token_ids == plain.token_ids
+
+
+def test_trees_that_are_drawn_have_the_law_of_plain_decoding(engine):
+    """Two samples of three tokens, of which all but the first come out of trees."""
+    shape = TreeShape(4, 4, 16)
+    before, engine.modes = engine.modes, (
+        SampledMode(1.0, True, shape, toy.slot_table(engine.decoder.draft.limits), None),
+    )  # fmt: skip
+    asked = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 1.0, "top_k": 3}
+    try:
+        plain, drawn = (
+            Counter(engine.generate(prompt_of(9), plain=plain, seed=seed, **asked).token_ids for seed in seeds)
+            for plain, seeds in ((True, range(300)), (False, range(300, 600)))
+        )
+        texts = {engine.generate(prompt_of(9), seed=7, **(asked | {"max_new_tokens": 30})).token_ids for _ in range(3)}
+    finally:
+        engine.modes = before
+    assert len(texts) == 1  # run, captured, launched
+    common = [text for text in set(plain) | set(drawn) if plain[text] + drawn[text] >= 10]
+    square = sum((plain[text] - drawn[text]) ** 2 / (plain[text] + drawn[text]) for text in common)
+    assert square < len(common) + 4.5 * (2 * len(common)) ** 0.5 + 4
 
 
 def test_devices_are_honoured(pair):

@@ -104,6 +104,15 @@ def test_a_fused_draft_draws_the_tree_of_single_passes(verifier, shape, vocabula
     assert len(trees) > 1
 
 
+def test_another_table_holds_from_the_next_draft_on(verifier):
+    decoder = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 1, 5)).decoder
+    prompt = [7, 30, 12]
+    before = decoder.draft_tree(prompt, TreeShape(4, 1, 5)).values.copy()
+    decoder.table = decoder.table - 1.0
+    after = decoder.draft_tree(prompt, TreeShape(4, 1, 5)).values
+    np.testing.assert_allclose(after[1:], before[1:] - 1.0, atol=1e-5)
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 def test_children_are_drawn_from_the_drafters_law_at_the_temperature(verifier, temperature):
     """The first child of the root, over 400 seeds, against softmax(logits / T) over the most likely tokens."""

@@ -27,7 +27,7 @@ from yggrt.cli import main
 from yggrt.engine import SampledMode
 from yggrt.pace import Pace
 from yggrt.sampling import GenerationSettings, SamplingOptions, TokenChooser, _largest, draw, law, penalized
-from yggrt.tree import TreeShape
+from yggrt.tree import PLAIN, TreeShape
 
 PROMPT = [5, 9, 17, 30, 5]
 SHAPES = [TreeShape(1, 3, 4), TreeShape(4, 3, 9)]
@@ -203,6 +203,35 @@ def test_drawn_trees_end_where_they_should(verifier, eos):
         ended = [place for place, token in enumerate(result.token_ids) if token in engine.eos_ids]
         assert ended in ([], [len(result.token_ids) - 1])
         assert len(result.token_ids) == length or ended
+
+
+def test_a_schedule_that_fixes_the_width_fixes_it_for_greedy_requests_alone(verifier, monkeypatch):
+    engine = drawing_engine(verifier)
+    engine.use_schedule(replace(engine.executor.schedule, verify_width=2))
+    rows = []
+    verify = engine.decoder._verify
+
+    def watched(iteration):
+        rows.append(len(iteration.verify_inputs[0][0]))
+        verify(iteration)
+
+    engine.decoder.stages = {**engine.decoder.stages, "verify": watched}
+    engine.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert max(rows) == 2
+    rows.clear()
+    engine.generate(PROMPT, max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=0)
+    assert max(rows) == TREE.verify_width
+
+
+@pytest.mark.field(42)
+def test_plain_decoding_at_a_temperature_says_so(verifier):
+    engine = drawing_engine(verifier)
+    engine.modes = (replace(engine.modes[0], shape=PLAIN, draws=False), replace(engine.modes[0], temperature=3.0))
+    asked = {"max_new_tokens": 9, "ignore_eos": True}
+    told = [engine.generate(PROMPT, temperature=each, **asked).stats for each in (0.0, 1.0, 2.9)]
+    assert [stats.drafted > 0 for stats in told] == [True, False, True]
+    assert [any("decoded plainly" in notice for notice in stats.notices) for stats in told] == [False, True, False]
+    assert engine.generate(PROMPT, temperature=1.0, plain=True, **asked).stats.notices == ()
 
 
 @pytest.mark.field(10)
