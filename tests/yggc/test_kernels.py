@@ -42,7 +42,7 @@ class Kernels:
     """The compiled library; a call takes tensors and numbers in the operator's order and returns its results."""
 
     def __init__(self, path: Path) -> None:
-        self.library = library = ctypes.CDLL(str(path))
+        self.handle = library = ctypes.CDLL(str(path))
         self._delete = library.aoti_torch_delete_tensor_object
         self._delete.argtypes = [ctypes.c_void_p]
         self._functions = {}
@@ -550,7 +550,7 @@ SAMPLED = [
 
 @pytest.fixture
 def laws(kernels) -> LawKernels:
-    return LawKernels(kernels.library)
+    return LawKernels(kernels.handle)
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 0.3, 1.0, 7.0])
