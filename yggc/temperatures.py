@@ -314,7 +314,7 @@ def _run_all(
     engine: Engine, texts: Sequence[TracedText], temperature: float, policy: SampledPolicy | None, prices: Prices
 ) -> _Run:
     """Answer the texts' prompts at a temperature, by a policy or, with None, plainly."""
-    if policy is None or policy.shape.draft_depth == 0:
+    if policy is None:
         pace = pace_of(Candidate(1, 1), 0, replace(prices, token_s=1.0))
         mode = SampledMode(temperature, False, PLAIN, engine.decoder.table, pace)
     else:
