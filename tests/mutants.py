@@ -23,6 +23,7 @@ LOSSLESS = "tests/test_lossless.py::"
 OUTPUT = LOSSLESS + "test_output_equals_plain_and_hugging_face"
 SCHEDULES = "tests/test_lossless_schedules.py::"
 CACHES = LOSSLESS + "test_after_every_iteration_both_caches_equal_a_fresh_prefill"
+WALK = "tests/yggc/test_kernels.py::test_trees_are_walked_as_the_reference_walks_them"
 DRAWN = "tests/yggrt/test_sampling.py::test_what_a_seed_draws_depends_on_nothing_but_the_plan"
 WINDOWS = LOSSLESS + "test_sliding_windows_count_positions_not_slots"
 
@@ -294,10 +295,31 @@ MUTANTS = (
     ),
     Mutant(
         "children are verified as if drawn at temperature 1",
-        "runtime/yggrt/executor.py",
-        "            chances = np.exp(logs[node].astype(np.float64))\n",
-        "            chances = np.exp(logs[node].astype(np.float64) * 0.7)\n",
+        "runtime/yggrt/sampling.py",
+        "        chances = self.log_q[node].double().exp()\n",
+        "        chances = (0.7 * self.log_q[node].double()).exp()\n",
         "tests/yggrt/test_sampling.py::test_trees_that_are_drawn_have_the_law_of_plain_sampling",
+    ),
+    Mutant(
+        "the kernels' walk draws a child that was turned down again",
+        "yggc/kernels/kernels.cpp",
+        "    node.drafted[place] = 0;\n",
+        "",
+        WALK,
+    ),
+    Mutant(
+        "the kernels' walk forgets what was turned down when it draws the last token",
+        "yggc/kernels/kernels.cpp",
+        "    node.law.exchange(ids, left);\n",
+        "",
+        WALK,
+    ),
+    Mutant(
+        "the kernels' walk penalizes what the prompt said alone",
+        "yggc/kernels/kernels.cpp",
+        " row > 0; row = tree.parents[row]) penalize(",
+        " row > tree.width; row = tree.parents[row]) penalize(",
+        WALK,
     ),
     Mutant(
         "a drawn tree is cut by what its tokens turned out to be worth",

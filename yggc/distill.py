@@ -27,6 +27,7 @@ from yggc.distill_data import ANSWER_LIMIT, ROLE_ANSWER, Block, Decoder, PromptS
 from yggc.distill_training import WARMUP_STEPS, Trainer, drafter_config, make_drafter, mlp_size
 from yggc.room import available_memory
 from yggc.versions import check_versions
+from yggrt.target import detect_target
 
 GENERATE_SHARE = 0.45  # of the hours; the rest trains
 TRAIN_SHARE = 0.93  # of the time then left; the rest saves and measures
@@ -41,6 +42,7 @@ PROMPTS_PER_ROW = 4
 CUDA_CACHE_SHARE, CPU_CACHE_SHARE = 0.5, 0.25  # of the free memory for the verifier's KV rows
 MALLOC_OPTIONS = ((-4, 0), (-1, 2**31 - 1), (-2, 1 << 28))  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD of glibc
 ROPE_THETA = 100_000.0
+FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instruction sets that multiply bfloat16
 START_RATE = 0.4  # of the learning rates, for a drafter that has learned already
 
 
@@ -156,8 +158,7 @@ class _Run:
         self._folder = options.output.with_name(options.output.name + ".distill")
         self._state_file = self._folder / "progress.json"
         self._started = time.monotonic()
-        self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        self._verifier = _to(load_model(self._checkpoint, self._dtype), self._device)
+        self._verifier = _to(load_model(self._checkpoint, writing_dtype(self._device)), self._device)
         self._decoder_now: Decoder | None = None
         self._state = self._open_state()
 
@@ -369,7 +370,7 @@ class _Run:
         """Write the folder beside its place, then rename: complete or absent."""
         unfinished = self._options.output.with_name(self._options.output.name + ".part")
         shutil.rmtree(unfinished, ignore_errors=True)
-        _to(drafter, self._dtype).save_pretrained(unfinished)
+        _to(drafter, torch.bfloat16).save_pretrained(unfinished)
         write_tokenizer(self._checkpoint, unfinished)
         unfinished.replace(self._options.output)
 
@@ -393,6 +394,12 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def writing_dtype(device: torch.device) -> torch.dtype:
+    """What the verifier writes in: bfloat16 where its products are the faster ones."""
+    is_fast = device.type == "cuda" or not FAST_BFLOAT16.isdisjoint(detect_target().instruction_set)
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def start_shape(start: Path, verifier: PreTrainedModel) -> tuple[int, int]:

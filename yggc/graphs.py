@@ -5,7 +5,7 @@ the KV cache itself: it writes this step's rows at their slots and attends to th
 transformers is involved, and no code here knows a model family.
 
 Invariant: a step reads the KV rows it moves before it writes any, and writes only at `move_dst` and `slots`.
-Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v3).
+Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v4).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step ABI v3 and the compiled artifacts that speak it.
+"""Step ABI v4 and the compiled artifacts that speak it.
 
 An artifact is one AOTInductor package: code alone. Its weights are given to it and shared with other artifacts of the
 same model, and its hot loops are called in a library of kernels. It takes a flat list of tensors in the order written
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from yggrt.errors import ArtifactError
 
-STEP_ABI_VERSION = 3
+STEP_ABI_VERSION = 4
 
 ROWS_PREFIX = "rows_"
 """Begins the name of a constant of which a step reads a few rows, an embedding; it reads the others whole."""

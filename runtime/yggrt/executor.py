@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from yggrt.accept import DraftLaw, accept_greedy, walk
+from yggrt.accept import accept_greedy, walk
 from yggrt.artifacts import DRAFT_LAWS, DRAFT_ROWS, TREE, Step, attention_windows
 from yggrt.depth import DepthNetwork
 from yggrt.kvcache import KvCache
 from yggrt.masks import StepMask, prefix_mask
-from yggrt.sampling import REFERENCE, Laws, TokenChooser
+from yggrt.sampling import REFERENCE, DrawnTree, Laws, TokenChooser
 from yggrt.tree import Tree, TreeShape, VerifyCut, cut_most_valuable, order_by_value
 
 PREFILL_WIDTH = 256
@@ -136,19 +136,12 @@ class Iteration:
         self.drafted, self.num_passes = outputs[: -len(DRAFT_LAWS)], self.num_passes + 1
         self.laws.append(outputs[-len(DRAFT_LAWS) :])
 
-    def laws_of(self, cut: VerifyCut) -> Callable[[int], DraftLaw]:
-        """A row of a cut to the law its children were drawn from."""
-        tokens, log_q = self.laws[0]
+    def drawn_tree(self, cut: VerifyCut) -> DrawnTree:
+        """The rows of a cut, and what their children were drawn from."""
+        ids, log_q = self.laws[0]
         if len(self.laws) > 1:
-            tokens, log_q = (torch.cat(parts) for parts in zip(*self.laws, strict=True))
-        ids, logs = tokens.numpy(), log_q.numpy()
-
-        def law(row: int) -> DraftLaw:
-            node = cut.nodes[row]
-            chances = np.exp(logs[node].astype(np.float64))
-            return DraftLaw(ids[node], chances / chances.sum())
-
-        return law
+            ids, log_q = (torch.cat(parts) for parts in zip(*self.laws, strict=True))
+        return DrawnTree(cut.tokens, cut.parents, cut.nodes, ids, log_q)
 
     def result(self) -> Round:
         """What `accept` found."""
@@ -581,7 +574,7 @@ class Decoder:
             emitted = (chooser.choose(logits[0].cpu()),)
         else:
             if self._drafting.draws:
-                path, bonus = chooser.traverse(cut.tokens, cut.parents, logits.cpu(), iteration.laws_of(cut))
+                path, bonus = chooser.traverse(iteration.drawn_tree(cut), logits.cpu())
             else:
                 path, bonus = walk(cut.tokens, cut.parents, lambda row: chooser.choose(logits[row].cpu()))
             emitted = (*cut.tokens[path[1:]].tolist(), bonus)

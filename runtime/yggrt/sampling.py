@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,11 @@ GREEDY_BELOW = 1e-5
 
 BLOCK = 128
 """Tokens that are looked at together before one of them is looked for."""
+
+NUMBERS = 256
+"""Uniform numbers that are drawn together."""
+
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 Scores = NDArray[np.float32]
 
@@ -95,22 +100,80 @@ class GenerationSettings:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnTree:
+    """The rows of a drawn tree that the verifier ran.
+
+    tokens, parents: int64[W]; row 0 is the root, parents come first, siblings in the order drawn.
+    nodes:           int64[W], where a row's node lies in `ids` and `log_q`.
+    ids, log_q:      int64[N, M] and float32[N, M], what the children of a node were drawn from.
+    """
+
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    nodes: NDArray[np.int64]
+    ids: Tensor
+    log_q: Tensor
+
+    def draft_law(self, row: int) -> DraftLaw:
+        """That the children of a row were drawn from."""
+        node = int(self.nodes[row])
+        chances = self.log_q[node].double().exp()
+        return DraftLaw(self.ids[node].numpy(), (chances / chances.sum()).numpy())
+
+    def path(self, row: int) -> list[int]:
+        """Tokens from the row up to the root's child."""
+        tokens: list[int] = []
+        while row:
+            tokens.append(int(self.tokens[row]))
+            row = int(self.parents[row])
+        return tokens
+
+
 class Laws(Protocol):
-    """What a chooser reckons with: `REFERENCE`, or the kernels that say the same faster."""
+    """What a chooser reckons with: `REFERENCE`, or the kernels that say the same faster.
 
-    def law(self, scores: Scores, options: SamplingOptions, out: Scores) -> Scores:
-        """See `law`."""
+    numbers: float64, from 0 below 1, used in their order.
+    """
 
-    def draw(self, weights: Scores, number: float) -> int:
-        """See `draw`."""
+    def choose(self, scores: Tensor, options: SamplingOptions, numbers: Tensor) -> int:
+        """A token drawn from a request's law. scores: float32[V], penalized; numbers: [1]."""
+
+    def traverse(
+        self, tree: DrawnTree, scores: Tensor, options: SamplingOptions, seen: Tensor, numbers: Tensor
+    ) -> tuple[list[int], int]:
+        """The rows accepted and the token after them; see `yggrt.accept.traverse`.
+
+        scores: float32[W, V], not penalized. seen: int64[S], what the penalty holds for besides a row's own path.
+        numbers: [W], for the coins as they are tossed, and then for the last draw.
+        """
 
 
 class _Reference:
-    def law(self, scores: Scores, options: SamplingOptions, out: Scores) -> Scores:
-        return law(scores, options, out)
+    def choose(self, scores: Tensor, options: SamplingOptions, numbers: Tensor) -> int:
+        return draw(law(scores.numpy(), options), float(numbers))
 
-    def draw(self, weights: Scores, number: float) -> int:
-        return draw(weights, number)
+    def traverse(
+        self, tree: DrawnTree, scores: Tensor, options: SamplingOptions, seen: Tensor, numbers: Tensor
+    ) -> tuple[list[int], int]:
+        def law_of(row: int) -> Scores:
+            said = torch.cat((seen, torch.tensor(tree.path(row), dtype=torch.int64)))
+            return law(penalized(scores[row], said, options.repetition_penalty).numpy(), options)
+
+        return traverse(tree.tokens, tree.parents, law_of, tree.draft_law, _Drawn(numbers))
+
+
+class _Drawn:
+    """The `yggrt.accept.Chance` of numbers that were drawn beforehand."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = iter(numbers.tolist())
+
+    def coin(self, probability: float) -> bool:
+        return bool(next(self._numbers) < probability)
+
+    def draw(self, weights: Scores) -> int:
+        return draw(weights, next(self._numbers))
 
 
 REFERENCE: Laws = _Reference()
@@ -118,32 +181,53 @@ REFERENCE: Laws = _Reference()
 
 
 class LawKernels:
-    """In a bundle's library of kernels."""
+    """In a bundle's library of kernels.
+
+    A step of the model leaves nothing of Python's in the caches, where a call of numpy takes 10 us: there are few here.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._law, self._draw = library.ygg_law, library.ygg_draw
+        self._choose, self._traverse = library.ygg_choose, library.ygg_traverse
         number, real, place = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-        self._law.argtypes, self._law.restype = (place, number, real, number, real, real, place), None
-        self._draw.argtypes, self._draw.restype = (place, number, real), number
-
-    def law(self, scores: Scores, options: SamplingOptions, out: Scores) -> Scores:
-        """See `Laws`."""
-        scores = np.ascontiguousarray(scores)
-        self._law(
-            _address(scores), scores.size, options.temperature, options.top_k, options.top_p, options.min_p,
-            _address(out),
+        options = (real, number, real, real)
+        self._choose.argtypes = (place, number, *options, place)
+        self._traverse.argtypes = (
+            place, number, place, number, place, place, number, *options, real, place, number, place, place,
         )  # fmt: skip
-        return out
+        self._choose.restype = self._traverse.restype = number
+        self._make_room(0)
 
-    def draw(self, weights: Scores, number: float) -> int:
+    def choose(self, scores: Tensor, options: SamplingOptions, numbers: Tensor) -> int:
         """See `Laws`."""
-        token: int = self._draw(_address(weights), weights.size, number)
+        scores = scores.contiguous()
+        token: int = self._choose(
+            scores.data_ptr(), scores.numel(), options.temperature, options.top_k, options.top_p, options.min_p,
+            numbers.data_ptr(),
+        )  # fmt: skip
         return token
 
+    def traverse(
+        self, tree: DrawnTree, scores: Tensor, options: SamplingOptions, seen: Tensor, numbers: Tensor
+    ) -> tuple[list[int], int]:
+        """See `Laws`."""
+        width = tree.tokens.size
+        if self._room.numel() < 4 * width + 1:
+            self._make_room(width)
+        np.concatenate((tree.tokens, tree.parents, tree.nodes), out=self._places[: 3 * width])
+        scores, ids, log_q = scores.contiguous(), tree.ids.contiguous(), tree.log_q.contiguous()
+        rows = self._room.data_ptr()
+        accepted = self._traverse(
+            scores.data_ptr(), scores.shape[1], rows, width, ids.data_ptr(), log_q.data_ptr(), ids.shape[1],
+            options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty,
+            seen.data_ptr(), seen.numel(), numbers.data_ptr(), rows + 3 * width * self._room.itemsize,
+        )  # fmt: skip
+        *path, token = self._places[3 * width : 3 * width + accepted + 1].tolist()
+        return path, token
 
-def _address(array: Scores) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    def _make_room(self, width: int) -> None:
+        """For what goes in and out of a walk over as many rows."""
+        self._room = torch.zeros(4 * width + 1, dtype=torch.int64)
+        self._places = self._room.numpy()
 
 
 def _require_number(name: str, value: object, low: float, high: float, accepted: str, above: bool = False) -> None:
@@ -164,99 +248,70 @@ class TokenChooser:
     """
 
     def __init__(self, options: SamplingOptions, history: Sequence[int], laws: Laws = REFERENCE) -> None:
-        self.options, self._reckon = options, laws
+        self.options, self._laws = options, laws
         self._generator = np.random.default_rng(options.seed)
         self._seen = dict.fromkeys(history)
-        self._laws: list[Scores] = []  # room for those of an iteration
+        self._numbers = torch.zeros(0)
+        self._taken = 0
 
     def choose(self, logits: Tensor) -> int:
         """The next token. logits: [V], the verifier's after all tokens chosen so far. It counts as said from now on."""
-        scores = self._scores(logits, ())
+        scores = penalized(logits.float(), self._said(), self.options.repetition_penalty)
         if self.options.is_greedy:
             token = int(scores.argmax())
         else:
-            token = self.draw(self._reckon.law(scores, self.options, self._room(0, scores)))
+            token = self._laws.choose(scores, self.options, self._take(1))
         self._seen[token] = None
         return token
 
-    def traverse(
-        self,
-        tokens: NDArray[np.int64],
-        parents: NDArray[np.int64],
-        logits: Tensor,
-        drafted: Callable[[int], DraftLaw],
-    ) -> tuple[list[int], int]:
+    def traverse(self, tree: DrawnTree, logits: Tensor) -> tuple[list[int], int]:
         """The rows accepted of a tree that was drawn, and the token after them; see `yggrt.accept.traverse`.
 
         logits: [W, V], the verifier's after each row. What is emitted counts as said from now on.
         """
-
-        def law_of(row: int) -> Scores:
-            path: list[int] = []
-            at = row
-            while at and self.options.repetition_penalty != 1.0:
-                path.append(int(tokens[at]))
-                at = int(parents[at])
-            scores = self._scores(logits[row], path)
-            return self._reckon.law(scores, self.options, self._room(row, scores))
-
-        path, bonus = traverse(tokens, parents, law_of, drafted, self)
-        self._seen |= dict.fromkeys([*tokens[path[1:]].tolist(), bonus])
+        numbers = self._take(tree.tokens.size)
+        path, bonus = self._laws.traverse(tree, logits.float(), self.options, self._said(), numbers)
+        self._seen |= dict.fromkeys([*tree.tokens[path[1:]].tolist(), bonus])
         return path, bonus
 
     def noise(self, rows: int, columns: int) -> Tensor:
         """Standard Gumbel numbers for the drafter's draws: float32[rows, columns]."""
         return torch.from_numpy(self._generator.gumbel(size=(rows, columns)).astype(np.float32))
 
-    def coin(self, probability: float) -> bool:
-        """See `yggrt.accept.Chance`."""
-        return bool(self._generator.random() < probability)
+    def _take(self, count: int) -> Tensor:
+        """The next uniform numbers: float64[count]."""
+        if self._taken + count > self._numbers.numel():
+            self._numbers = torch.from_numpy(self._generator.random(max(count, NUMBERS)))
+            self._taken = 0
+        self._taken += count
+        return self._numbers[self._taken - count : self._taken]
 
-    def draw(self, weights: Scores) -> int:
-        """See `yggrt.accept.Chance`."""
-        return self._reckon.draw(weights, self._generator.random())
-
-    def _room(self, place: int, like: Scores) -> Scores:
-        while len(self._laws) <= place:
-            self._laws.append(np.empty_like(like))
-        return self._laws[place]
-
-    def _scores(self, logits: Tensor, path: Sequence[int]) -> Scores:
-        """Logits [V] after some further tokens, penalized."""
-        scores: Scores = logits.float().numpy()
-        if self.options.repetition_penalty == 1.0:
-            return scores
-        return penalized(scores, list(self._seen | dict.fromkeys(path)), self.options.repetition_penalty)
+    def _said(self) -> Tensor:
+        """What the penalty holds for: int64[S]."""
+        return NO_TOKENS if self.options.repetition_penalty == 1.0 else torch.tensor(list(self._seen))
 
 
-def penalized(scores: Scores, seen: Sequence[int], penalty: float) -> Scores:
-    """Logits with the repetition penalty. scores: float32[V]; seen: tokens of the prompt and the text."""
-    scores = scores.copy()
+def penalized(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits with the repetition penalty. scores: float32[V]; seen: int64[S], tokens of the prompt and the text."""
+    if penalty == 1.0:
+        return scores
     said = scores[seen]
-    scores[seen] = np.where(said < 0, said * penalty, said / penalty)
-    return scores
+    return scores.index_put((seen,), torch.where(said < 0, said * penalty, said / penalty))
 
 
-def law(scores: Scores, options: SamplingOptions, out: Scores | None = None) -> Scores:
-    """The law to draw from, float32[V], sums to 1. scores: float32[V], penalized.
-
-    out: where to put it; default an array of its own.
-    """
-    chances = np.empty_like(scores) if out is None else out
+def law(scores: Scores, options: SamplingOptions) -> Scores:
+    """The law to draw from, float32[V], sums to 1. scores: float32[V], penalized."""
     if 0 < options.top_k < scores.size:
         kept = _largest(scores, options.top_k)
-        few = _truncated(_softmax(scores[kept], options.temperature, np.empty(kept.size, np.float32)), options)
-        chances.fill(0)
-        chances[kept] = few
+        chances = np.zeros_like(scores)
+        chances[kept] = _truncated(_softmax(scores[kept], options.temperature), options)
         return chances
-    return _truncated(_softmax(scores, options.temperature, chances), options)
+    return _truncated(_softmax(scores, options.temperature), options)
 
 
-def _softmax(scores: Scores, temperature: float, out: Scores) -> Scores:
-    if temperature != 1.0:
-        scores = np.divide(scores, np.float32(temperature), out=out)
-    torch.softmax(torch.from_numpy(scores), 0, out=torch.from_numpy(out))
-    return out
+def _softmax(scores: Scores, temperature: float) -> Scores:
+    chances: Scores = torch.softmax(torch.from_numpy(scores / np.float32(temperature)), 0).numpy()
+    return chances
 
 
 def _largest(scores: Scores, count: int) -> NDArray[np.int64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,8 +18,7 @@ from yggc.kernels import OPERATORS, c_interface, compile_kernels, find_compiler
 from yggc.packing import BLOCK, AffineWeights, Format, PackedMatrix, pack, unpack
 from yggrt.artifacts import MASK_VALUE
 from yggrt.errors import BuildError
-from yggrt.sampling import LawKernels, SamplingOptions
-from yggrt.sampling import draw as reference_draw
+from yggrt.sampling import REFERENCE, DrawnTree, LawKernels, SamplingOptions
 from yggrt.sampling import law as reference_law
 from yggrt.target import detect_target
 
@@ -553,47 +553,113 @@ def laws(kernels) -> LawKernels:
     return LawKernels(kernels.handle)
 
 
+def choose(laws: LawKernels, logits: np.ndarray, options: SamplingOptions, number: float) -> int:
+    return laws.choose(torch.from_numpy(logits), options, torch.tensor([number], dtype=torch.float64))
+
+
+def edges_of(chances: np.ndarray) -> np.ndarray:
+    """Running sums of a law, from 0 to 1: token t is drawn by the numbers from edge t to edge t + 1."""
+    sums = np.concatenate([[0.0], np.cumsum(chances, dtype=np.float64)])
+    return sums / sums[-1]
+
+
 @pytest.mark.parametrize("temperature", [1e-4, 0.3, 1.0, 7.0])
 @pytest.mark.parametrize(
     "given", SAMPLED, ids=lambda given: "-".join(f"{name}={given[name]}" for name in given) or "all"
 )
 @pytest.mark.parametrize("size", [1, 5, 127, 128, 1000, 4096 + 77])
-def test_the_law_is_that_of_the_reference(laws, size, given, temperature):
+def test_tokens_are_drawn_from_the_law_of_the_reference(laws, size, given, temperature):
     options = SamplingOptions(temperature=temperature, **given)
     for seed, spread in ((0, 0.5), (1, 4.0), (2, 30.0)):
-        logits = (np.random.default_rng(seed).standard_normal(size) * spread).astype(np.float32)
-        expected = reference_law(logits, options)
-        found = laws.law(logits, options, np.full(size, np.nan, np.float32))
-        # at top_p's edge the two may round apart: one token more or less, which holds next to nothing
-        apart = ((found > 0) != (expected > 0)) & (np.maximum(found, expected) > 1e-30)
-        assert apart.sum() <= (given.get("top_p", 1.0) < 1) and np.maximum(found, expected)[apart].sum() < 1e-3
-        np.testing.assert_allclose(found[~apart], expected[~apart], rtol=2e-4 + 3e-3 * apart.any(), atol=1e-9)
-        assert found.sum(dtype=np.float64) == pytest.approx(1.0, abs=1e-5)
+        chance = np.random.default_rng(seed)
+        logits = (chance.standard_normal(size) * spread).astype(np.float32)
+        law = reference_law(logits, options)
+        edges = edges_of(law)
+        slack = 1e-3 if given.get("top_p", 1.0) < 1 else 2e-5  # at its edge the two may keep one token more or less
+        likely = np.flatnonzero(law > 20 * slack)[:40]
+        for token in likely:  # the numbers just within a token's share draw it
+            width = edges[token + 1] - edges[token]
+            for share in (0.1, 0.5, 0.9):
+                assert choose(laws, logits, options, edges[token] + share * width) == token
+        for number in [0.0, 1 - 2**-53, *chance.random(30)]:
+            token = choose(laws, logits, options, number)
+            assert edges[token] - slack <= number <= edges[token + 1] + slack
+            assert law[token] > 0 or given.get("top_p", 1.0) < 1
 
 
 def test_equals_at_the_edge_of_top_k_are_all_kept(laws):
     logits = np.array([3.0, 1.0, 2.0, 2.0, 0.0, 2.0], np.float32)
-    found = laws.law(logits, SamplingOptions(temperature=1.0, top_k=2), np.empty(6, np.float32))
-    assert (found > 0).tolist() == [True, False, True, True, False, True]
+    options = SamplingOptions(temperature=1.0, top_k=2)
+    assert {choose(laws, logits, options, number) for number in np.linspace(0, 0.999, 200)} == {0, 2, 3, 5}
 
 
 def test_logits_that_are_not_numbers_draw_something_within_the_vocabulary(laws):
     for bad in (np.nan, np.inf, -np.inf):
         for given in SAMPLED:
             logits = np.full(300, bad, np.float32)
-            found = laws.law(logits, SamplingOptions(temperature=1.0, **given), np.empty(300, np.float32))
-            assert 0 <= laws.draw(found, 0.7) < 300
+            assert 0 <= choose(laws, logits, SamplingOptions(temperature=1.0, **given), 0.7) < 300
 
 
-@pytest.mark.parametrize("size", [1, 127, 128, 129, 3000])
-def test_draws_are_those_of_the_reference(laws, size):
-    chance = np.random.default_rng(size)
-    weights = chance.random(size).astype(np.float32) * (chance.random(size) < 0.3)
-    weights[chance.integers(size)] = 1.0
-    numbers = [0.0, 1 - 2**-53, *chance.random(3000)]
-    drawn = [(laws.draw(weights, number), reference_draw(weights, number)) for number in numbers]
-    assert all(weights[token] > 0 for pair in drawn for token in pair)
-    assert sum(one != other for one, other in drawn) <= 2  # sums are rounded otherwise
+def drawn_tree(chance: np.random.Generator, width: int, vocab: int, drawn: int, verifier: np.ndarray) -> DrawnTree:
+    """Rows below one another at random; children drawn from laws that are like the verifier's, [width, vocab]."""
+    parents = np.array([0, *(int(chance.integers(row)) for row in range(1, width))])
+    nodes = chance.permutation(width + 2)[:width]
+    ids = np.stack([chance.permutation(vocab)[:drawn] for _ in range(width + 2)])
+    log_q = chance.standard_normal((width + 2, drawn)).astype(np.float32)
+    for row, node in enumerate(nodes):
+        log_q[node] += verifier[row, ids[node]]
+    log_q[chance.random(log_q.shape) < 0.1] = -np.inf
+    log_q[:, 0] = np.where(np.isinf(log_q).all(axis=1), 0.0, log_q[:, 0])
+    tokens = np.zeros(width, np.int64)
+    for parent in range(width):
+        children = [row for row in range(1, width) if parents[row] == parent]
+        law = np.exp(log_q[nodes[parent]].astype(np.float64))
+        keys = np.log(law / law.sum(), where=law > 0, out=np.full(drawn, -np.inf)) + chance.gumbel(size=drawn)
+        order = np.argsort(-keys)  # the last ones may be dead: never drawn
+        for place, row in enumerate(children):
+            tokens[row] = ids[nodes[parent], order[place]] if place < drawn else vocab - 1
+    return DrawnTree(tokens, parents, nodes, torch.from_numpy(ids), torch.from_numpy(log_q))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"repetition_penalty": 1.5}, {"repetition_penalty": 0.7}],
+    ids=lambda given: "-".join(given) or "all",
+)
+@pytest.mark.parametrize("vocab, drawn", [(4, 3), (40, 8), (1000, 32)])
+def test_trees_are_walked_as_the_reference_walks_them(laws, vocab, drawn, given):
+    """With the same numbers the same rows and the same token; the reference is proved in test_sampling_law.py."""
+    options = SamplingOptions(temperature=0.9, **given)
+    found = Counter()
+    for seed in range(400):
+        chance = np.random.default_rng([seed, vocab])
+        width = int(chance.integers(1, 13))
+        logits = (chance.standard_normal((width, vocab)) * chance.choice([0.1, 2.0, 8.0])).astype(np.float32)
+        if seed % 4 == 0:
+            logits[:, chance.permutation(vocab)[: vocab // 2]] = -np.inf
+        tree = drawn_tree(chance, width, vocab, drawn, np.where(np.isinf(logits), -5, logits))
+        if seed % 3 == 0:  # drafter and verifier agree
+            for row, node in enumerate(tree.nodes):
+                logits[row, tree.ids[node]] += 5
+                tree.log_q[node] = torch.from_numpy(logits[row, tree.ids[node]] / np.float32(0.9))
+            tree.log_q[tree.log_q.isinf().all(dim=1)] = 0.0
+        asked = (tree, torch.from_numpy(logits), options, torch.from_numpy(chance.permutation(vocab)[:2]))
+        numbers = torch.from_numpy(chance.random(width))
+        expected = REFERENCE.traverse(*asked, numbers)
+        found[len(expected[0])] += laws.traverse(*asked, numbers) == expected
+    assert found.total() >= 398  # a number may fall where the two round apart
+    assert len(found) > 2 and found[1] > 20
+
+
+def test_a_walk_over_what_is_not_a_number_ends_within_the_vocabulary(laws):
+    chance = np.random.default_rng(0)
+    for bad in (np.nan, np.inf, -np.inf):
+        logits = torch.full((6, 300), bad)
+        tree = drawn_tree(chance, 6, 300, 8, np.zeros((6, 300)))
+        path, token = laws.traverse(
+            tree, logits, SamplingOptions(1.0), torch.tensor([3]), torch.full((6,), 0.5, dtype=torch.float64)
+        )
+        assert path[0] == 0 and 0 <= token < 300
 
 
 # The operators' references in Python

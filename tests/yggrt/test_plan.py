@@ -132,7 +132,7 @@ def sample_manifest() -> Manifest:
     )
     full, sliding = LayerLayout(3, 64, 64, None), LayerLayout(1, 32, 48, 512)
     return Manifest(
-        step_abi_version=3,
+        step_abi_version=4,
         torch_version="2.14.1",
         target="cpu",
         architecture="x86_64",

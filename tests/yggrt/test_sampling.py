@@ -55,7 +55,8 @@ def transformers_law(logits: torch.Tensor, history: list[int], options: Sampling
 
 
 def our_law(logits: torch.Tensor, history: list[int], options: SamplingOptions) -> torch.Tensor:
-    found = law(penalized(logits.numpy(), history, options.repetition_penalty), options).astype(np.float64)
+    scores = penalized(logits, torch.tensor(history), options.repetition_penalty)
+    found = law(scores.numpy(), options).astype(np.float64)
     return torch.from_numpy(found / found.sum())
 
 

@@ -840,6 +840,277 @@ double keep_share(float* chances, int64_t size, double share, double total) {
   return kept;
 }
 
+// How a request draws; see `SamplingOptions` of yggrt/sampling.py.
+struct Sampling {
+  double temperature;
+  int64_t top_k;
+  double top_p, min_p;
+};
+
+// A law up to a factor. Weights are made where they are needed, out of logits that stay where they are: writing them all
+// down would cost as much as reading the logits.
+class Law {
+ public:
+  double total = 0;
+
+  void weigh(const float* values, int64_t count, const Sampling& sampling) {
+    logits = values, size = count;
+    sums.resize(group_count(count));
+    best.resize(sums.size());
+    truncated.clear();
+    exchanged.clear();
+    most = -INFINITY;
+    for (int64_t group = 0; group < groups(); ++group) {
+      prefetch(logits + group * GROUP + AHEAD / 4, GROUP);
+      best[group] = largest_of(logits + group * GROUP, count_of(group));
+      most = std::max(most, best[group]);
+    }
+    const bool has_top_k = sampling.top_k > 0 && sampling.top_k < count;
+    least = has_top_k ? least_of_largest(logits, count, sampling.top_k, best, few) : -INFINITY;
+    scale = static_cast<float>(1 / sampling.temperature);
+    for (int64_t group = 0; group < groups(); ++group) sum_group(group);
+    if (sampling.top_p < 1 || sampling.min_p > 0) truncate(sampling);
+    total = sum_of_groups();
+  }
+
+  double weight(int64_t token) const {
+    float weights[GROUP];
+    return weigh_group(token / GROUP, weights)[token % GROUP];
+  }
+
+  // Give tokens other weights.
+  void exchange(const int64_t* tokens, const std::vector<double>& weights) {
+    exchanged.clear();
+    for (size_t at = 0; at < weights.size(); ++at) exchanged.emplace_back(tokens[at], static_cast<float>(weights[at]));
+    for (size_t at = 0; at < weights.size(); ++at) sum_group(tokens[at] / GROUP);
+    total = sum_of_groups();
+  }
+
+  // The token at which the running sum passes this share of the whole.
+  int64_t draw(double number) const {
+    const double at = number * total;
+    double before = 0;
+    int64_t group = 0, last_group = 0;
+    for (; group < groups(); ++group) {
+      if (sums[group] > 0) last_group = group;
+      if (before + sums[group] > at) break;
+      before += sums[group];
+    }
+    if (group == groups()) group = last_group, before = at - sums[group];  // rounding left none
+    float weights[GROUP];
+    weigh_group(group, weights);
+    int64_t last = 0;
+    for (int64_t place = 0; place < count_of(group); ++place) {
+      if (weights[place] > 0) last = place;
+      before += weights[place];
+      if (before > at) break;
+    }
+    return group * GROUP + last;
+  }
+
+ private:
+  const float* logits = nullptr;
+  int64_t size = 0;
+  float most = 0, least = 0, scale = 1;  // largest logit, the least that has a chance, 1 / temperature
+  std::vector<double> sums;              // of every group
+  std::vector<float> best, few;
+  std::vector<float> truncated;  // all weights, where top-p or min-p took some
+  std::vector<std::pair<int64_t, float>> exchanged;
+
+  int64_t groups() const { return static_cast<int64_t>(sums.size()); }
+  int64_t count_of(int64_t group) const { return std::min(GROUP, size - group * GROUP); }
+
+  // The weights of a group, [GROUP]; 0 beyond the last token.
+  float* weigh_group(int64_t group, float* weights) const {
+    const int64_t first = group * GROUP, count = count_of(group);
+    if (!truncated.empty()) {
+      std::copy_n(truncated.data() + first, count, weights);
+    } else if (best[group] < least) {
+      std::fill_n(weights, count, 0.0f);
+    } else {
+      for (int64_t at = 0; at < count; at += LANES) {
+        Vector values = broadcast(-INFINITY);
+        if (at + LANES <= count)
+          values = load(logits + first + at);
+        else
+          std::memcpy(&values, logits + first + at, (count - at) * sizeof(float));
+        const Vector chances = exponential((values - broadcast(most)) * scale);
+        store(weights + at, values >= broadcast(least) ? chances : Vector{});
+      }
+    }
+    std::fill(weights + count, weights + GROUP, 0.0f);
+    for (const auto& [token, weight] : exchanged)
+      if (token / GROUP == group) weights[token % GROUP] = weight;
+    return weights;
+  }
+
+  void sum_group(int64_t group) {
+    float weights[GROUP];
+    sums[group] = sum_of(weigh_group(group, weights), GROUP);
+  }
+
+  double sum_of_groups() const {
+    double sum = 0;
+    for (const double each : sums) sum += each;
+    return sum;
+  }
+
+  void truncate(const Sampling& sampling) {
+    std::vector<float>& all = few;
+    all.resize(groups() * GROUP);
+    for (int64_t group = 0; group < groups(); ++group) weigh_group(group, all.data() + group * GROUP);
+    if (sampling.top_p < 1) keep_share(all.data(), size, sampling.top_p, sum_of_groups());
+    const float low = static_cast<float>(sampling.min_p);  // of the largest, which is 1
+    for (float& weight : all) weight = weight < low ? 0.0f : weight;
+    std::swap(truncated, all);
+    for (int64_t group = 0; group < groups(); ++group) sum_group(group);
+  }
+};
+
+// A tree that was drawn, and what the verifier thinks after each of its rows; see `ygg_traverse`.
+struct DrawnTree {
+  const float* logits;
+  int64_t size;
+  const int64_t *tokens, *parents, *nodes;
+  int64_t width;
+  const int64_t* ids;
+  const float* log_q;
+  int64_t drawn;
+};
+
+// The accept rule above temperature 0. Source and proof: `traverse` of yggrt/accept.py, tests/yggrt/test_sampling_law.py.
+struct Traversal {
+  // A node on the path that is being tried, and what is left of it after the children that were rejected.
+  struct Open {
+    int64_t row = 0, next = -1, place = -1;  // its next child; its own place among its siblings' tokens
+    double accept = 1, scale = 1, outside = 0;
+    std::vector<double> drafted, inside;
+    std::vector<float> penalized;
+    Law law;
+  };
+
+  DrawnTree tree;
+  Sampling sampling;
+  float penalty = 1;
+  const int64_t* seen = nullptr;
+  int64_t num_seen = 0;
+  std::vector<Open> open;
+  std::vector<int64_t> first, following;  // child of a row; next sibling; -1 where there is none
+
+  int64_t run(const double* numbers, int64_t* path) {
+    first.assign(tree.width, -1);
+    following.assign(tree.width, -1);
+    for (int64_t row = tree.width - 1; row > 0; --row) {
+      following[row] = first[tree.parents[row]];
+      first[tree.parents[row]] = row;
+    }
+    int64_t depth = 0;
+    begin(depth, 0, 1.0, -1);
+    while (true) {
+      Open& node = open[depth];
+      if (node.next >= 0) {
+        const int64_t row = node.next;
+        node.next = following[row];
+        const int64_t place = place_of(node, tree.tokens[row]);
+        if (place < 0) continue;  // dead: it had no chance of being drawn
+        const double accept = std::min(1.0, node.accept * node.inside[place] / node.drafted[place]);
+        if (accept > 0)
+          begin(++depth, row, accept, place);
+        else
+          reject(node, place);
+      } else if (depth == 0 || *numbers++ < node.accept) {
+        for (int64_t at = 0; at <= depth; ++at) path[at] = open[at].row;
+        path[depth + 1] = following_token(node, *numbers);
+        return depth + 1;
+      } else {
+        const int64_t place = node.place;
+        reject(open[--depth], place);
+      }
+    }
+  }
+
+  void begin(int64_t depth, int64_t row, double accept, int64_t place) {
+    if (static_cast<int64_t>(open.size()) <= depth) open.resize(depth + 1);
+    Open& node = open[depth];
+    node.row = row, node.next = first[row], node.place = place;
+    node.accept = accept, node.scale = 1;
+    if (node.next < 0) return;  // a leaf's law is asked for only where the leaf is accepted
+    weigh(node);
+    const int64_t* ids = tree.ids + tree.nodes[row] * tree.drawn;
+    const float* log_q = tree.log_q + tree.nodes[row] * tree.drawn;
+    node.drafted.resize(tree.drawn);
+    node.inside.resize(tree.drawn);
+    double drafted = 0, inside = 0;
+    for (int64_t at = 0; at < tree.drawn; ++at) {
+      drafted += node.drafted[at] = std::exp(static_cast<double>(log_q[at]));
+      inside += node.inside[at] = node.law.weight(ids[at]) / node.law.total;
+    }
+    for (double& each : node.drafted) each /= drafted;
+    node.outside = std::max(0.0, 1 - inside);
+  }
+
+  int64_t place_of(const Open& node, int64_t token) const {
+    const int64_t* ids = tree.ids + tree.nodes[node.row] * tree.drawn;
+    const int64_t place = std::find(ids, ids + tree.drawn, token) - ids;
+    return place < tree.drawn && node.drafted[place] > 0 ? place : -1;
+  }
+
+  static void reject(Open& node, int64_t place) {
+    const int64_t count = static_cast<int64_t>(node.inside.size());
+    const double outside = node.accept * node.outside;
+    double mass = outside;
+    for (int64_t at = 0; at < count; ++at)
+      mass += std::max(0.0, node.accept * node.inside[at] - node.drafted[at]);
+    if (mass > 0) {
+      for (int64_t at = 0; at < count; ++at)
+        node.inside[at] = std::max(0.0, node.accept * node.inside[at] - node.drafted[at]) / mass;
+      node.outside = outside / mass;
+      node.scale *= node.accept / mass;
+      node.accept = mass / (mass + (1 - node.accept));
+    } else {
+      node.accept = 0;
+    }
+    if (node.next < 0) return;  // nothing is left to be drawn
+    node.drafted[place] = 0;
+    double remaining = 0;
+    for (const double each : node.drafted) remaining += each;
+    if (remaining > 0)
+      for (double& each : node.drafted) each /= remaining;
+  }
+
+  // Drawn where none of the node's children is accepted.
+  int64_t following_token(Open& node, double number) {
+    if (first[node.row] < 0) {
+      weigh(node);
+      return node.law.draw(number);
+    }
+    const int64_t* ids = tree.ids + tree.nodes[node.row] * tree.drawn;
+    const double factor = node.law.total / node.scale;
+    std::vector<double> left(node.inside), before(tree.drawn);
+    for (double& each : left) each *= factor;
+    for (int64_t at = 0; at < tree.drawn; ++at) before[at] = node.law.weight(ids[at]);
+    node.law.exchange(ids, left);
+    if (!(node.law.total > 0)) node.law.exchange(ids, before);  // p and q all but equal: lost in rounding
+    return node.law.draw(number);
+  }
+
+  void weigh(Open& node) {
+    const float* logits = tree.logits + node.row * tree.size;
+    if (penalty != 1) {
+      node.penalized.assign(logits, logits + tree.size);
+      for (int64_t at = 0; at < num_seen; ++at) penalize(node, logits, seen[at]);
+      for (int64_t row = node.row; row > 0; row = tree.parents[row]) penalize(node, logits, tree.tokens[row]);
+      logits = node.penalized.data();
+    }
+    node.law.weigh(logits, tree.size, sampling);
+  }
+
+  // Once, however often the token was said.
+  void penalize(Open& node, const float* logits, int64_t token) const {
+    node.penalized[token] = logits[token] < 0 ? logits[token] * penalty : logits[token] / penalty;
+  }
+};
+
 // ---- AOTInductor's C interface ----
 
 template <class Pointer>
@@ -1057,82 +1328,29 @@ AOTITorchError YGG_OP(attention)(
   return AOTI_TORCH_SUCCESS;
 }
 
-// The law that a request draws from, see `law` of yggrt/sampling.py: logits and law float32 [size]; top_k 0, top_p 1 and
-// min_p 0 do nothing.
-void ygg_law(
-    const float* logits, int64_t size, double temperature, int64_t top_k, double top_p, double min_p, float* law) {
-  static thread_local std::vector<float> best, few;
-  const int64_t groups = group_count(size);
-  best.resize(groups);
-  float most = -INFINITY;
-  for (int64_t group = 0; group < groups; ++group) {
-    best[group] = largest_of(logits + group * GROUP, std::min(GROUP, size - group * GROUP));
-    most = std::max(most, best[group]);
-  }
-  const float least = top_k > 0 && top_k < size ? least_of_largest(logits, size, top_k, best, few) : -INFINITY;
-  const Vector divisor = broadcast(static_cast<float>(temperature)), largest = broadcast(most), bound = broadcast(least);
-  double total = 0;
-  for (int64_t group = 0; group < groups; ++group) {
-    const int64_t first = group * GROUP, count = std::min(GROUP, size - first);
-    if (best[group] < least) {
-      std::fill_n(law + first, count, 0.0f);
-      continue;
-    }
-    Vector sums = {};
-    for (int64_t at = first; at < first + count; at += LANES) {
-      float rest[LANES];
-      const int64_t here = std::min<int64_t>(LANES, first + count - at);
-      const float* from = logits + at;
-      if (here < LANES) {
-        std::copy_n(from, here, rest);
-        std::fill(rest + here, rest + LANES, -INFINITY);
-        from = rest;
-      }
-      const Vector values = load(from);
-      const Vector chances = values >= bound ? exponential((values - largest) / divisor) : Vector{};
-      if (here < LANES) {
-        for (int lane = 0; lane < here; ++lane) {
-          law[at + lane] = chances[lane];
-          sums[lane] += chances[lane];
-        }
-      } else {
-        store(law + at, chances);
-        sums += chances;
-      }
-    }
-    for (int lane = 0; lane < LANES; ++lane) total += sums[lane];
-  }
-  if (top_p < 1) total = keep_share(law, size, top_p, total);
-  if (min_p > 0) {
-    total = 0;
-    for (int64_t at = 0; at < size; ++at) {
-      if (law[at] < static_cast<float>(min_p)) law[at] = 0;
-      total += law[at];
-    }
-  }
-  const float scale = static_cast<float>(1 / total);
-  for (int64_t at = 0; at < size; ++at) law[at] *= scale;
+// A token drawn from a request's law, see `law` and `draw` of yggrt/sampling.py. logits: float32 [size]; top_k 0, top_p 1
+// and min_p 0 do nothing; number: float64 [1], from 0 below 1.
+int64_t ygg_choose(
+    const float* logits, int64_t size, double temperature, int64_t top_k, double top_p, double min_p, const double* number) {
+  static thread_local Law law;
+  law.weigh(logits, size, {temperature, top_k, top_p, min_p});
+  return law.draw(*number);
 }
 
-// The token at which the running sum of weights float32 [size] passes this share of it, see `draw` of yggrt/sampling.py.
-int64_t ygg_draw(const float* weights, int64_t size, double number) {
-  static thread_local std::vector<double> sums;
-  const int64_t groups = group_count(size);
-  sums.resize(groups);
-  double total = 0;
-  for (int64_t group = 0; group < groups; ++group)
-    sums[group] = total += sum_of(weights + group * GROUP, std::min(GROUP, size - group * GROUP));
-  const double at = number * total;
-  int64_t group = std::upper_bound(sums.begin(), sums.end(), at) - sums.begin();
-  if (group == groups) group = std::max_element(sums.begin(), sums.end()) - sums.begin();
-  double sum = group ? sums[group - 1] : 0;
-  int64_t last = group * GROUP;
-  for (int64_t token = group * GROUP; token < std::min(size, (group + 1) * GROUP); ++token) {
-    if (weights[token] > 0) last = token;
-    sum += weights[token];
-    if (sum > at) return last;
-  }
-  return last;
+// The rows accepted of a tree that was drawn, and after them the token that follows, see `traverse` of yggrt/accept.py.
+// logits: float32 [width, size]; rows: int64 [3, width], tokens, parents and nodes; ids and log_q [nodes, drawn], what a
+// node's children were drawn from; seen: tokens that the penalty holds for besides a row's own path; numbers: float64
+// [width], of the coins and of the last draw. path: int64 [width + 1]. Returns how many rows were accepted.
+int64_t ygg_traverse(
+    const float* logits, int64_t size, const int64_t* rows, int64_t width, const int64_t* ids, const float* log_q,
+    int64_t drawn, double temperature, int64_t top_k, double top_p, double min_p, double penalty, const int64_t* seen,
+    int64_t num_seen, const double* numbers, int64_t* path) {
+  static thread_local Traversal traversal;
+  traversal.tree = {logits, size, rows, rows + width, rows + 2 * width, width, ids, log_q, drawn};
+  traversal.sampling = {temperature, top_k, top_p, min_p};
+  traversal.penalty = static_cast<float>(penalty);
+  traversal.seen = seen, traversal.num_seen = num_seen;
+  return traversal.run(numbers, path);
 }
 
 }  // extern "C"
