@@ -298,7 +298,7 @@ MUTANTS = (
         "runtime/yggrt/sampling.py",
         "        chances = self.log_q[node].double().exp()\n",
         "        chances = (0.7 * self.log_q[node].double()).exp()\n",
-        "tests/yggrt/test_sampling.py::test_trees_that_are_drawn_have_the_law_of_plain_sampling",
+        WALK,
     ),
     Mutant(
         "the kernels' walk draws a child that was turned down again",
