@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -29,25 +29,35 @@ from yggc import (
     train_depth,
 )
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
-from yggc.config import DEFAULT_MAX_CONTEXT, SIZES, BuildOptions, Sizes
+from yggc.config import COMPILE_OPTIONS, DEFAULT_MAX_CONTEXT, MEASURED, SIZES, BuildOptions, Sizes
 from yggc.decide import ChosenSchedule, Decision, Forecast, SampledPolicies, TriedTree
 from yggc.emit import emit_bundle, make_plan, text_spec
 from yggc.inspect import PairSpec, inspect_pair, preflight
-from yggc.profile import LatencyProfile, wait_until_idle
+from yggc.profile import LatencyProfile, Timing, wait_until_idle
 from yggc.progress import Progress
+from yggc.self_check import BOUNDS
 from yggc.sources import remember_source
 from yggc.stage_cache import StageCache, cache_folder
-from yggc.steps import CompiledStep, WantedStep, compile_kernels_once, compile_steps, load_engine, wanted_step
+from yggc.steps import (
+    CompiledStep,
+    PairLoader,
+    WantedStep,
+    compile_kernels_once,
+    compile_steps,
+    load_engine,
+    wanted_step,
+)
 from yggc.trace import CalibrationTrace, PromptSet, make_trace, read_prompt_set, read_trace, shipped_prompts
 from yggc.train_depth import DepthStudy
 from yggc.versions import check_versions
 from yggrt import accept, depth, executor, lanes, latency, pace, sampling, wire
 from yggrt import schedule as rt_schedule
+from yggrt.artifacts import Step
 from yggrt.bundle import table_tensor
 from yggrt.cuda import unverified
 from yggrt.engine import Engine
-from yggrt.errors import BuildError, PairError
-from yggrt.plan import MANIFEST_FILE, CalibrationRecord, Plan, SampledPolicy, read_plan
+from yggrt.errors import ArtifactError, BuildError, PairError
+from yggrt.plan import MANIFEST_FILE, CalibrationRecord, Plan, SampledPolicy, TreePolicy, read_plan
 from yggrt.target import Target, detect_target
 
 PROFILE_FORMAT = wire.FileFormat("profile", b"YGGPROF\0", 1, 1, BuildError)
@@ -174,12 +184,71 @@ class Build:
         chosen = json.loads((entry / "vocabulary.json").read_text())
         return None if chosen is None else tuple(chosen)
 
-    def _wanted(self, role: str, vocabulary: tuple[int, ...] | None, draft_width: int | None = None) -> WantedStep:
+    def _wanted(
+        self,
+        role: str,
+        vocabulary: tuple[int, ...] | None,
+        draft_width: int | None = None,
+        compile_options: str = COMPILE_OPTIONS[0],
+    ) -> WantedStep:
         checkpoint = self.verifier if role.startswith("verify") else self.drafter
         return wanted_step(
             self.cache, self.target, self.options, checkpoint, role, self.pair.vocab_size, self.max_context,
-            vocabulary, draft_width,
+            vocabulary, draft_width, compile_options,
         )  # fmt: skip
+
+    def _tuned(self, role: str, vocabulary: tuple[int, ...] | None = None, draft_width: int | None = None) -> str:
+        """The compile options for the steps of a model that are like this one: on a GPU those that ran it fastest."""
+        if self.target.kind == "cpu":
+            return COMPILE_OPTIONS[0]
+        if self.options.compile_options != MEASURED:
+            return self.options.compile_options
+        wanted = [
+            self._wanted("verify", None),
+            self._wanted("draft", vocabulary if role.startswith("draft") else self.vocabulary),
+            *(self._wanted(role, vocabulary, draft_width, name) for name in COMPILE_OPTIONS),
+        ]
+        try:
+            verify, draft, *alternatives = compile_steps(self.cache, self.progress, wanted, self.kernels)
+        except BuildError as error:
+            self._notice(f"{role} was not compiled in other ways than the default one: {error}")
+            return COMPILE_OPTIONS[0]
+        key: dict[str, object] = {
+            "steps": [step.package.parent.name for step in alternatives],
+            "source": steps.source_digests(profile),
+        }
+
+        def measure(folder: Path) -> None:
+            pair = PairLoader(self.kernels, self.options, self.target, verify, draft)
+            engine = self._engine(pair, (verify, draft))
+            engine.decoder.draft_width = draft_width or 1
+            loaded = self._usable(pair, dict(zip(COMPILE_OPTIONS, alternatives, strict=True)))
+            beside = profile.Alternatives(engine, role, loaded)
+            bound = BOUNDS[getattr(torch, self.options.dtype)]
+            wrong = {name: share for name, share in beside.deviations().items() if not share <= bound}
+            for name, share in wrong.items():
+                self._notice(f"{role} compiled with {name} is not used: its logits are {100 * share:.1f} % off")
+            timings = {name: each for name, each in beside.time().items() if name not in wrong}
+            (folder / "tuned.json").write_text(json.dumps({name: asdict(each) for name, each in timings.items()}))
+
+        entry = self._kept(self.cache.entry("tune", key), f"tune {role}", 10, measure)
+        found = {name: Timing(**each) for name, each in json.loads((entry / "tuned.json").read_text()).items()}
+        chosen = profile.fastest(found)
+        times = ", ".join(f"{name} {1e3 * each.seconds:.3f} ms" for name, each in found.items())
+        self.progress.say(f"  {role} compiled with {times}: {chosen} is taken for all of its kind")
+        return chosen
+
+    def _usable(self, pair: PairLoader, alternatives: dict[str, CompiledStep]) -> dict[str, Step]:
+        """Those that can be given the model's weights; what the compiler made of them for one step is no weight."""
+        loaded: dict[str, Step] = {}
+        for name, step in alternatives.items():
+            try:
+                loaded[name] = pair.step(step)
+            except ArtifactError as error:
+                if name == COMPILE_OPTIONS[0]:
+                    raise
+                self._notice(f"{step.role} compiled with {name} is not used: {error}")
+        return loaded
 
     @cached_property
     def kernels(self) -> Path | None:
@@ -196,7 +265,10 @@ class Build:
         wanted = [self._wanted("verify", None), self._wanted("draft", self.vocabulary)]
         if self.given is None and self.vocabulary is not None:
             wanted.append(self._wanted("draft", None))
-        wanted += [self._wanted(f"verify.w{width}", None) for width in self.sizes.fixed_widths]
+        widths = self.sizes.fixed_widths
+        if widths:
+            tuned = self._tuned(f"verify.w{widths[len(widths) // 2]}")
+            wanted += [self._wanted(f"verify.w{width}", None, None, tuned) for width in widths]
         return tuple(compile_steps(self.cache, self.progress, wanted, self.kernels))
 
     @property
@@ -215,9 +287,12 @@ class Build:
         return self._with_verify(self.drafts[-1 if whole else 0])
 
     def engine(self, compiled: Sequence[CompiledStep]) -> Engine:
+        """Over `verify`, `draft` and steps that use their weights."""
+        return self._engine(PairLoader(self.kernels, self.options, self.target, *compiled[:2]), compiled)
+
+    def _engine(self, pair: PairLoader, compiled: Sequence[CompiledStep]) -> Engine:
         return load_engine(
-            compiled, self.kernels, self.options, self.target, self.verifier, self.drafter, self.pair.vocab_size,
-            self.max_context,
+            pair, compiled, self.options, self.verifier, self.drafter, self.pair.vocab_size, self.max_context,
             text_spec(self.verifier),
         )  # fmt: skip
 
@@ -355,12 +430,16 @@ class Build:
         policy = self.decision.policy
         depths = [policy.default_shape.draft_depth] if self.target.kind == "cpu" else policy.draft_depths
         fewest = 2 if self.target.kind == "cpu" else 1
-        wanted = [
-            self._wanted(f"draft.d{depth}", policy.draft_vocabulary, policy.draft_width)
-            for depth in depths
-            if depth >= fewest
-        ]
-        return tuple(compile_steps(self.cache, self.progress, wanted, self.kernels)) if wanted else ()
+        return self._fused(policy, [depth for depth in depths if depth >= fewest])
+
+    def _fused(self, policy: TreePolicy, depths: Sequence[int]) -> tuple[CompiledStep, ...]:
+        """Fused drafts of these depths, all compiled as the deepest ran fastest."""
+        if not depths:
+            return ()
+        shape = policy.draft_vocabulary, policy.draft_width
+        tuned = self._tuned(f"draft.d{max(depths)}", *shape)
+        wanted = [self._wanted(f"draft.d{depth}", *shape, tuned) for depth in depths]
+        return tuple(compile_steps(self.cache, self.progress, wanted, self.kernels))
 
     @cached_property
     def forecast(self) -> Forecast:
@@ -445,9 +524,7 @@ class Build:
         kept = [*self.steps]
         fused = [graph.depth for graph in plan.draft_graphs if graph.fused]
         if fused:
-            policy = plan.policy
-            wanted = [self._wanted(f"draft.d{depth}", policy.draft_vocabulary, policy.draft_width) for depth in fused]
-            made = compile_steps(self.cache, self.progress, wanted, self.kernels) if self.given else self.fused_steps
+            made = self._fused(plan.policy, fused) if self.given else self.fused_steps
             kept += [step for step in made if step.depth in fused]
         with self.progress.stage("emit", 5):
             num_bytes = emit_bundle(self.output, plan, self.target, self.verifier, pair.vocab_size, kept, self.kernels)

@@ -114,6 +114,13 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", type=int, metavar="N", help="default the verifier's, up to 8192")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; default all cores")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="to calibrate on, in place of the shipped ones")
+    parser.add_argument(
+        "--compile-options",
+        default="measured",
+        metavar="NAME",
+        help="for a GPU: default, max-autotune or coordinate-descent; by default those that run each model fastest, "
+        "for which one step of it is compiled with all",
+    )
 
 
 def _add_bundle_and_prompts(parser: argparse.ArgumentParser) -> None:
@@ -165,6 +172,7 @@ def _made_build(options: argparse.Namespace, output: Path | None = None, plan: P
         num_threads=options.threads,
         prompts=options.prompts,
         plan=plan,
+        compile_options=options.compile_options,
     )
     return Build(wanted, Progress(cache_folder() / DURATIONS_FILE))
 

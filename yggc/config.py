@@ -50,6 +50,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+COMPILE_OPTIONS = ("default", "max-autotune", "coordinate-descent")
+"""Ways to compile a step for a GPU; what each says to the compiler is in `yggc.export`."""
+
+MEASURED = "measured"
+"""In place of one of COMPILE_OPTIONS: each model is compiled with those that ran fastest."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """Everything that decides what a bundle will be.
@@ -64,6 +71,7 @@ class BuildOptions:
     num_threads:       CPU threads the steps are compiled for.
     prompts:           to calibrate on, as `yggrt bench` reads them; None takes the shipped ones.
     plan:              a plan made before, to compile a bundle for without measuring or searching again.
+    compile_options:   for a GPU, one of COMPILE_OPTIONS or MEASURED.
     """
 
     drafter: str
@@ -75,6 +83,7 @@ class BuildOptions:
     num_threads: int = 0
     prompts: Path | None = None
     plan: Path | None = None
+    compile_options: str = MEASURED
 
     def __post_init__(self) -> None:
         if re.fullmatch(TARGET, self.target) is None:
@@ -87,6 +96,15 @@ class BuildOptions:
             raise ValueError(f"max-context {self.max_context}: at least {SMALLEST_CONTEXT} is accepted")
         if not 0 <= self.num_threads <= usable_cores():
             raise ValueError(f"threads {self.num_threads}: 1 to {usable_cores()} (this machine's cores) are accepted")
+        if self.compile_options not in (MEASURED, *COMPILE_OPTIONS):
+            raise ValueError(
+                f"compile options {self.compile_options!r}: {MEASURED}, {', '.join(COMPILE_OPTIONS)} are accepted"
+            )
+        if self.target == "cpu" and self.compile_options != MEASURED:
+            raise ValueError(
+                f"compile options {self.compile_options!r} were given for the CPU, whose hot loops are kernels of our "
+                "own; leave them out, or build for a GPU (--target cuda)"
+            )
         if self.plan is not None and self.prompts is not None:
             raise ValueError("both a plan and prompts were given; a plan is used as it is, without calibrating again")
 

@@ -22,6 +22,7 @@ from torch._inductor.exc import CppCompileError, InductorError
 from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
+from yggc.config import COMPILE_OPTIONS
 from yggc.graphs import KERNELS, TORCH, DraftPass, FusedDraft, Operators, VerifyStep, layer_layouts
 from yggc.kernels import c_interface, find_compiler, first_error_line
 from yggrt.artifacts import (
@@ -163,16 +164,31 @@ def export_step(step: StepModule) -> ExportedProgram:
         return torch.export.export(step.module, arguments, dynamic_shapes=shapes, strict=False)
 
 
-def compile_step(program: ExportedProgram, path: Path, num_threads: int, scratch: Path, device: torch.device) -> None:
+INDUCTOR_OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {"max_autotune": False},
+    "max-autotune": {"max_autotune": True},
+    "coordinate-descent": {"max_autotune": False, "coordinate_descent_tuning": True},
+}
+"""By the names of `yggc.config.COMPILE_OPTIONS`. CUDA graphs are captured by the runtime, never by the compiler."""
+
+
+def compile_step(
+    program: ExportedProgram,
+    path: Path,
+    num_threads: int,
+    scratch: Path,
+    device: torch.device,
+    compile_options: str = COMPILE_OPTIONS[0],
+) -> None:
     """Compile a program, for the CPU one that was lowered to the kernels, into one package at `path`.
 
-    scratch: folder for the compiler's own files; removed afterwards.
+    scratch: folder for the compiler's own files; removed afterwards. compile_options: one of COMPILE_OPTIONS.
     Raises BuildError when there is no C++ compiler or it fails.
     """
     find_compiler()
     if any(letter.isspace() for letter in str(scratch)):
         scratch = Path(tempfile.mkdtemp(prefix="yggc-"))  # the compiler's commands are cut at spaces
-    options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "max_autotune": False}
+    options = {"aot_inductor.package_constants_in_so": False} | INDUCTOR_OPTIONS[compile_options]
     if device.type == "cpu":
         options |= {
             "aot_inductor.custom_ops_to_c_shims": c_interface(),

@@ -8,7 +8,8 @@ can also slow a machine steadily for a minute, which no spread tells: so a build
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,12 @@ from statistics import median
 from time import monotonic, perf_counter, sleep
 from typing import TypeVar
 
+from torch import Tensor
+
 from yggc.config import DRAFT_WIDTHS, SIZES
 from yggrt.artifacts import Step
 from yggrt.engine import Engine, GenerationStats
-from yggrt.executor import Decoder
+from yggrt.executor import Decoder, Round
 from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.plan import DraftGraph, HostSeconds
 from yggrt.tree import PLAIN, TreeShape
@@ -185,10 +188,10 @@ def _extents(max_context: int) -> list[int]:
     return [extent for extent in EXTENTS if extent <= max_context] or [max_context]
 
 
-def _verify(decoder: Decoder, tokens: list[int], width: int) -> None:
+def _verify(decoder: Decoder, tokens: list[int], width: int) -> Round:
     chosen, decoder.plain_width = decoder.plain_width, width
     try:
-        decoder.decode(tokens, PLAIN)
+        return decoder.decode(tokens, PLAIN)
     finally:
         decoder.plain_width = chosen
 
@@ -245,6 +248,70 @@ def time_drafts(engine: Engine, extent: int = EXTENTS[0]) -> tuple[DraftGraph, .
         return tuple(graphs)
     finally:
         decoder.fused = fused
+
+
+TUNING_GAIN = 0.02
+"""By how much compile options must be faster than the default ones to be taken."""
+
+
+class Alternatives:
+    """The same step compiled in several ways, in one engine.
+
+    role:  `verify.wN`, or a `draft.dN` of the engine's draft width.
+    steps: by what they were compiled with, the default first; they are bound to the engine's caches.
+    """
+
+    def __init__(self, engine: Engine, role: str, steps: Mapping[str, Step]) -> None:
+        self._engine, self._decoder, self._steps = engine, engine.decoder, steps
+        self._verifies, self._number = role.startswith("verify"), int(re.sub(r"\D", "", role))
+        cache = self._decoder.verifier_cache if self._verifies else self._decoder.drafter_cache
+        for step in steps.values():
+            step.bind(cache.buffers, cache.layouts, cache.dtype)
+        self._shape = TreeShape(self._decoder.draft_width, 0 if self._verifies else self._number, 1)
+        longest = min(EXTENTS[0], engine.max_context, engine.drafter_context)
+        count = max(2, longest - max(self._number, self._shape.capacity))
+        self._tokens = [(7919 * place + 11) % engine.vocab_size for place in range(count)]
+
+    def _run(self, step: Step) -> Tensor | None:
+        """Logits of a step that verifies, [V] after the last token."""
+        decoder = self._decoder
+        before = decoder.by_width, decoder.fused
+        try:
+            if self._verifies:
+                decoder.by_width = {self._number: step}
+                return _verify(decoder, self._tokens, self._number).outputs[3][0]
+            decoder.fused = {self._number: step}
+            _draft(decoder, self._tokens, self._shape)
+            return None
+        finally:
+            decoder.by_width, decoder.fused = before
+
+    def deviations(self) -> dict[str, float]:
+        """Of steps that verify: length of the difference of the logits from the first one's, over their own length."""
+        found: dict[str, Tensor] = {}
+        self._decoder.reset()
+        self._decoder.prefill(self._tokens[:-1])
+        for name, step in self._steps.items():
+            logits = self._run(step)
+            if logits is not None:
+                found[name] = logits.double().cpu()
+        own = next(iter(found.values()), None)
+        return {} if own is None else {name: float((each - own).norm() / own.norm()) for name, each in found.items()}
+
+    def time(self) -> dict[str, Timing]:
+        """In turns."""
+        runs: dict[str, Callable[[], object]] = {name: partial(self._run, step) for name, step in self._steps.items()}
+        with self._engine.its_threads():
+            return time_in_turns(runs, clock=lambda: self._decoder.compiled_s)
+
+
+def fastest(timings: Mapping[str, Timing]) -> str:
+    """The first, or one that is faster by more than TUNING_GAIN and by more than the times of both waver."""
+    first = next(iter(timings))
+    best = min(timings, key=lambda name: timings[name].seconds)
+    gain = timings[first].seconds - timings[best].seconds
+    needed = max(TUNING_GAIN * timings[first].seconds, timings[first].spread_s + timings[best].spread_s)
+    return best if gain > needed else first
 
 
 def with_fused(points: Sequence[LatencyPoint], graphs: Sequence[DraftGraph], width: int) -> tuple[LatencyPoint, ...]:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from yggc import export, graphs, lowering, packing, self_check
 from yggc import kernels as kernels_module
 from yggc.checkpoints import Checkpoint, affine_weights, load_model, open_checkpoint
-from yggc.config import DRAFT_WIDTHS, SIZES, BuildOptions, draft_depths, usable_cores
+from yggc.config import COMPILE_OPTIONS, DRAFT_WIDTHS, SIZES, BuildOptions, draft_depths, usable_cores
 from yggc.kernels import TAG, compile_kernels
 from yggc.lowering import lower_to_kernels
 from yggc.packing import AffineWeights, round_to_levels
@@ -38,12 +38,12 @@ from yggc.progress import Progress
 from yggc.self_check import check_compiled, check_module, make_probe
 from yggc.stage_cache import StageCache
 from yggrt import artifacts
-from yggrt.artifacts import LayerLayout, StepLimits, attention_windows, load_kernels, load_package, load_weights
+from yggrt.artifacts import LayerLayout, Step, StepLimits, attention_windows, load_kernels, load_package, load_weights
 from yggrt.bundle import table_tensor
 from yggrt.engine import Engine
 from yggrt.errors import BuildError, YggError
 from yggrt.executor import PREFILL_WIDTH, Decoder
-from yggrt.kvcache import rows_needed
+from yggrt.kvcache import KvCache, rows_needed
 from yggrt.loader import StepLoader
 from yggrt.plan import identity_table
 from yggrt.target import Target
@@ -73,6 +73,7 @@ class WantedStep:
     device:      as torch names it.
     vocabulary:  ids the output layer is cut to; None keeps it whole.
     draft_width: W_d of a fused draft; None for the others, which serve all widths.
+    compile_options: one of `yggc.config.COMPILE_OPTIONS`.
     """
 
     role: str
@@ -84,6 +85,7 @@ class WantedStep:
     limits: StepLimits
     vocabulary: tuple[int, ...] | None
     draft_width: int | None
+    compile_options: str
     expected_s: float
     entry: Path
 
@@ -182,6 +184,7 @@ def wanted_step(
     max_context: int,
     vocabulary: tuple[int, ...] | None,
     draft_width: int | None = None,
+    compile_options: str = COMPILE_OPTIONS[0],
 ) -> WantedStep:
     """Where the artifact of one model is kept, under a key of all that could change it."""
     limits = step_limits(target.kind, max_context, checkpoint.context, len(vocabulary or range(vocab_size)))
@@ -202,11 +205,14 @@ def wanted_step(
     }
     if draft_width is not None:
         key["draft_width"] = draft_width
+    if compile_options != COMPILE_OPTIONS[0]:
+        key["compile_options"] = compile_options
     depth = number_of(role, "draft.d") or 0
     layers = checkpoint.config.get_text_config().num_hidden_layers
     return WantedStep(
         role, checkpoint.source, target.device, options.dtype, options.threads, vocab_size, limits, vocabulary,
-        draft_width, 25 + 3 * layers + 8 * depth + checkpoint.weight_bytes / 4e7, cache.entry(role, key),
+        draft_width, compile_options, 25 + 3 * layers + 8 * depth + checkpoint.weight_bytes / 4e7,
+        cache.entry(role, key),
     )  # fmt: skip
 
 
@@ -317,7 +323,9 @@ def compile_one(wanted: WantedStep, folder: Path, kernels: Path | None) -> None:
                 {f"model.{name}": weights for name, weights in levels.items()},
                 exactly=wanted.model_role == "verify",
             )
-        export.compile_step(program, folder / PACKAGE_FILE, wanted.num_threads, folder / "inductor", device)
+        export.compile_step(
+            program, folder / PACKAGE_FILE, wanted.num_threads, folder / "inductor", device, wanted.compile_options
+        )
         if wanted.role == wanted.model_role:
             tensors, aliases = export.constants(program)
             save_file(tensors, folder / WEIGHTS_FILE, aliases)
@@ -369,11 +377,39 @@ def read_step(step: WantedStep) -> CompiledStep:
     )
 
 
+class PairLoader:
+    """Loads kept steps of a pair, whose models' weights are loaded once.
+
+    kernels: the library for the CPU; None elsewhere. verify, draft: the steps whose weights the others use.
+    """
+
+    def __init__(
+        self, kernels: Path | None, options: BuildOptions, target: Target, verify: CompiledStep, draft: CompiledStep
+    ) -> None:
+        assert verify.weights is not None and draft.weights is not None
+        self._loader = StepLoader(target, kernels, getattr(torch, options.dtype))
+        self.laws = self._loader.laws
+        self.verify, self.draft = verify, draft
+        self._weights = {
+            "verify": self._loader.weights(verify.weights),
+            "draft": self._loader.weights(draft.weights),
+        }
+
+    def step(self, step: CompiledStep) -> Step:
+        """Not yet bound to a cache."""
+        weights = self._weights[step.role.split(".")[0]]
+        windows = attention_windows(self.verify.layouts)
+        return self._loader.step(step.role, step.package, weights, step.limits, windows, self.verify.hidden_size)
+
+    def cache(self, step: CompiledStep) -> KvCache:
+        """Empty, of a step's model."""
+        return self._loader.cache(step.layouts, step.limits)
+
+
 def load_engine(
+    pair: PairLoader,
     steps: Sequence[CompiledStep],
-    kernels: Path | None,
     options: BuildOptions,
-    target: Target,
     verifier: Checkpoint,
     drafter: Checkpoint,
     vocab_size: int,
@@ -384,35 +420,21 @@ def load_engine(
 
     steps: `verify` and `draft`, then those that use their weights; fused drafts of one width.
     """
-    verify, draft = steps[:2]
-    assert verify.weights is not None and draft.weights is not None
-    loader = StepLoader(target, kernels, getattr(torch, options.dtype))
-    weights = {"verify": loader.weights(verify.weights), "draft": loader.weights(draft.weights)}
-    made = [
-        loader.step(
-            step.role,
-            step.package,
-            weights[step.role.split(".")[0]],
-            step.limits,
-            attention_windows(verify.layouts),
-            verify.hidden_size,
-        )
-        for step in steps
-    ]
-    loaded = {step.role: step for step in made}
+    draft = pair.draft
+    loaded = {step.role: pair.step(step) for step in steps}
     children = draft.limits.num_children
     decoder = Decoder(
         loaded["verify"],
         loaded["draft"],
         {step.depth: loaded[step.role] for step in steps if step.depth is not None},
         1,
-        loader.cache(verify.layouts, verify.limits),
-        loader.cache(draft.layouts, draft.limits),
+        pair.cache(pair.verify),
+        pair.cache(draft),
         table_tensor(identity_table(children, draft.limits.num_knots), children),
         max_context,
         plain_width=1,
         by_width={step.width: loaded[step.role] for step in steps if step.width is not None},
-        laws=loader.laws,
+        laws=pair.laws,
     )
     codec = TextCodec(verifier.tokenizer, text)
     return Engine(

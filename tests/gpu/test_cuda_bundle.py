@@ -47,7 +47,15 @@ def pair(tmp_path_factory):
         "a b c",
     )
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
-    arguments = ["build", "--drafter", str(folder / "drafter"), "--verifier", str(folder / "verifier")]
+    arguments = [
+        "build",
+        "--compile-options",
+        "default",
+        "--drafter",
+        str(folder / "drafter"),
+        "--verifier",
+        str(folder / "verifier"),
+    ]
     arguments += ["--target", "cuda:0"]
     searched, bundle, plan_file = folder / "searched.bundle", folder / "fused.bundle", folder / "fused.ygg"
     assert main([*arguments, "-o", str(searched), "--dtype", "float32", "--prompts", str(prompts)]) == 0

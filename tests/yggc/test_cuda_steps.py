@@ -6,7 +6,6 @@ The same values in torch's own operators, traced and, for the CPU in a GPU's ste
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +26,9 @@ from tests.yggc.test_lowering import (
     verify_arguments,
 )
 from tests.yggrt.test_target import pretend_gpu
-from yggc import build
+from yggc import build, profile
 from yggc.cli import main
-from yggc.config import DRAFT_WIDTHS, SIZES, BuildOptions
+from yggc.config import COMPILE_OPTIONS, DRAFT_WIDTHS, MEASURED, SIZES, BuildOptions
 from yggc.export import (
     StepModule,
     allocate_kv,
@@ -44,10 +43,12 @@ from yggc.export import (
 )
 from yggc.graphs import TORCH, best_children, grouped_attention, largest_first, sdpa
 from yggc.kernels import OPERATORS
+from yggc.profile import Timing
 from yggc.progress import Progress
 from yggc.steps import CompiledStep, WantedStep, step_limits
 from yggrt.artifacts import MASK_VALUE, Step, load_package, load_weights
 from yggrt.engine import Engine
+from yggrt.errors import ArtifactError, BuildError
 from yggrt.executor import Decoder
 from yggrt.kvcache import KvCache
 from yggrt.plan import TreePolicy
@@ -207,19 +208,131 @@ def test_a_build_for_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys, targe
     assert f"{name} was asked for; torch {torch.__version__} finds no CUDA device here" in capsys.readouterr().err
 
 
+class PretendCompiler:
+    """In place of `compile_steps` and of timing: what was asked for, and which options run fastest."""
+
+    def __init__(self, monkeypatch, fastest: str) -> None:
+        self.asked: list[WantedStep] = []
+        self.tuned: list[str] = []
+        self.fastest, self.wrong, self.unloadable = fastest, "", ""
+        monkeypatch.setattr(build, "compile_steps", self.compile)
+        monkeypatch.setattr(build, "PairLoader", lambda *_: SimpleNamespace(step=self.load))
+        monkeypatch.setattr(build.Build, "_engine", lambda *_: SimpleNamespace(decoder=SimpleNamespace()))
+        monkeypatch.setattr(profile, "Alternatives", self.beside)
+
+    def compile(self, _cache, _progress, wanted, kernels):
+        assert kernels is None
+        self.asked.extend(wanted)
+        return [
+            CompiledStep(each.role, each.limits, each.vocabulary, each.entry / "step.pt2", None, (), 1)
+            for each in wanted
+        ]
+
+    def load(self, step):
+        options = {each.entry / "step.pt2": each.compile_options for each in self.asked}
+        if options[step.package] == self.unloadable:
+            raise ArtifactError("step.pt2 needs the constant 'packed'")
+        return step
+
+    def beside(self, _engine, role, alternatives):
+        """With logits that are all but equal, those of one way excepted."""
+        assert [step.role for step in alternatives.values()] == [role] * len(alternatives)
+        assert len({step.package for step in alternatives.values()}) == len(alternatives)
+        self.tuned.append(role)
+        seconds = {name: 0.8 if name == self.fastest else 1.0 for name in alternatives}
+        return SimpleNamespace(
+            time=lambda: {name: Timing(each, 0.01) for name, each in seconds.items()},
+            deviations=lambda: {name: 0.5 if name == self.wrong else 1e-3 for name in alternatives},
+        )
+
+
+@pytest.mark.parametrize("fastest", COMPILE_OPTIONS)
+@pytest.mark.parametrize("given", [MEASURED, "max-autotune"])
+def test_each_model_is_compiled_with_the_options_that_ran_one_of_its_steps_fastest(
+    tmp_path, monkeypatch, capsys, fastest, given
+):
+    pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
+    monkeypatch.setenv("YGG_CACHE", str(tmp_path / "cache"))
+    drafter, verifier = write_pair(tmp_path)
+    compiler = PretendCompiler(monkeypatch, fastest)
+    made = build.Build(BuildOptions(str(drafter), str(verifier), target="cuda", compile_options=given), Progress())
+    kept = [step.package for step in made.compiled]
+    policy = TreePolicy(4, (0, 1, 2, 4), (1, 8), 8, None, TreeShape(4, 4, 8))
+    monkeypatch.setattr(build.Build, "decision", SimpleNamespace(policy=policy))
+    kept += [step.package for step in made.fused_steps]
+    chosen = {each.role: each.compile_options for each in compiler.asked if each.entry / "step.pt2" in kept}
+    expected = fastest if given == MEASURED else given
+    assert {chosen[role] for role in chosen if "." in role} == {expected}
+    assert {chosen["verify"], chosen["draft"]} == {"default"}
+    assert compiler.tuned == (["verify.w8", "draft.d4"] if given == MEASURED else [])
+    said = f"verify.w8 compiled with default {'800' if fastest == 'default' else '1000'}.000 ms"
+    assert (said in capsys.readouterr().err) == (given == MEASURED)
+
+
+def test_where_other_options_do_not_compile_the_default_ones_are_taken(tmp_path, monkeypatch):
+    pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
+    monkeypatch.setenv("YGG_CACHE", str(tmp_path / "cache"))
+    drafter, verifier = write_pair(tmp_path)
+    compiler = PretendCompiler(monkeypatch, "max-autotune")
+
+    def fail(_cache, _progress, wanted, kernels):
+        if any(step.compile_options != "default" for step in wanted):
+            raise BuildError("no Triton here")
+        return compiler.compile(_cache, _progress, wanted, kernels)
+
+    monkeypatch.setattr(build, "compile_steps", fail)
+    made = build.Build(BuildOptions(str(drafter), str(verifier), target="cuda"), Progress())
+    assert [step.width for step in made.compiled if step.width] == list(SIZES["cuda"].fixed_widths)
+    assert {each.compile_options for each in compiler.asked} == {"default"}
+    assert any("no Triton here" in notice for notice in made.notices)
+
+
+@pytest.mark.parametrize(
+    "fault, said", [("wrong", "its logits are 50.0 % off"), ("unloadable", "needs the constant 'packed'")]
+)
+def test_what_other_options_made_is_not_used_where_it_is_wrong(tmp_path, monkeypatch, fault, said):
+    pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
+    monkeypatch.setenv("YGG_CACHE", str(tmp_path / "cache"))
+    drafter, verifier = write_pair(tmp_path)
+    compiler = PretendCompiler(monkeypatch, "max-autotune")
+    setattr(compiler, fault, "max-autotune")
+    made = build.Build(BuildOptions(str(drafter), str(verifier), target="cuda"), Progress())
+    kept = [step.package for step in made.compiled]
+    assert {each.compile_options for each in compiler.asked if each.entry / "step.pt2" in kept} == {"default"}
+    assert any(said in notice for notice in made.notices)
+
+
+def test_compile_options_reach_the_compiler(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package", lambda *_, inductor_configs, **__: seen.append(inductor_configs)
+    )
+    for name in COMPILE_OPTIONS:
+        compile_step(None, tmp_path / "step.pt2", 1, tmp_path / "scratch", torch.device("cuda"), name)
+    assert [each["max_autotune"] for each in seen] == [False, True, False]
+    assert [each.get("coordinate_descent_tuning", False) for each in seen] == [False, False, True]
+    known = torch._inductor.config.get_config_copy()
+    assert {name for each in seen for name in each} <= set(known)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"target": "cuda", "compile_options": "fast"}, "'fast': measured, default, max-autotune, coordinate-descent"),
+        ({"compile_options": "max-autotune"}, "for the CPU, whose hot loops are kernels of our own"),
+    ],
+)
+def test_compile_options_that_are_not_known_or_not_for_this_target_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        BuildOptions("d", "v", **given)
+
+
 def test_a_build_for_a_gpu_wants_every_width_and_depth_and_no_kernels(tmp_path, monkeypatch):
     """Which artifacts are asked for; compiling them needs the card."""
     pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
     monkeypatch.setenv("YGG_CACHE", str(tmp_path / "cache"))
     drafter, verifier = write_pair(tmp_path)
-    asked: list[WantedStep] = []
-
-    def record(_cache, _progress, wanted, kernels):
-        assert kernels is None
-        asked.extend(wanted)
-        return [CompiledStep(each.role, each.limits, each.vocabulary, Path(), None, (), 1) for each in wanted]
-
-    monkeypatch.setattr(build, "compile_steps", record)
+    compiler = PretendCompiler(monkeypatch, "default")
     made = build.Build(BuildOptions(str(drafter), str(verifier), target="cuda:0"), Progress())
     widths = [f"verify.w{width}" for width in SIZES["cuda"].fixed_widths]
     assert [step.role for step in made.compiled if step.width is not None] == widths
@@ -228,6 +341,7 @@ def test_a_build_for_a_gpu_wants_every_width_and_depth_and_no_kernels(tmp_path, 
     decision = SimpleNamespace(policy=TreePolicy(4, (0, 1, 2, 4), (1, 8), 8, None, shape))
     monkeypatch.setattr(build.Build, "decision", decision)
     assert [step.depth for step in made.fused_steps] == [1, 2, 4]
+    asked = compiler.asked
     assert {each.device for each in asked} == {"cuda:0"} and {each.dtype for each in asked} == {"bfloat16"}
-    assert len({each.entry for each in asked}) == len(asked)
+    assert len({each.entry for each in asked}) == len({(each.role, each.compile_options) for each in asked})
     assert any("never been checked on nvidia-h200" in notice for notice in made.notices)

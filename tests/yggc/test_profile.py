@@ -9,8 +9,12 @@ import pytest
 
 from tests import toy
 from yggc import profile
+from yggc.export import fused_draft
 from yggc.profile import (
+    Alternatives,
     LatencyProfile,
+    Timing,
+    fastest,
     look_again,
     measure_steps,
     measure_until_steady,
@@ -19,6 +23,7 @@ from yggc.profile import (
     wait_until_idle,
     with_fused,
 )
+from yggrt.artifacts import Step
 from yggrt.latency import LatencyPoint, StepTimes
 from yggrt.plan import DraftGraph, HostSeconds
 from yggrt.tree import TreeShape
@@ -200,3 +205,45 @@ def test_no_step_is_timed_at_a_position_that_a_model_does_not_have(verifier):
         step._run = watched
     measure_steps(engine)
     assert 64 <= last["verify"] < 100 and 16 <= last["draft"] < 48
+
+
+@pytest.mark.parametrize("role", ["verify.w2", "draft.d3"])
+def test_the_same_step_compiled_in_several_ways_is_timed_in_turns(verifier, role):
+    engine = toy.make_engine(verifier, verifier, TreeShape(2, 3, 4))
+    decoder = engine.decoder
+    verify, draft = toy.make_steps(verifier, verifier, decoder.draft.limits)
+    module = verify if role.startswith("verify") else fused_draft(draft, 2, 3)
+    run_module = toy.eager_run(module)
+    order = []
+
+    def made(name: str, seconds: float, error: float) -> Step:
+        def run(arguments):
+            order.append(name)
+            sleep(seconds)
+            outputs = run_module(arguments)
+            if role.startswith("verify"):
+                outputs[3] = outputs[3] * (1 + error)
+            return outputs
+
+        return Step(role, run, module.inputs, module.limits)
+
+    before = dict(decoder.by_width), dict(decoder.fused)
+    steps = {"default": made("default", 0.02, 0.0), "other": made("other", 0.0, 0.3)}
+    beside = Alternatives(engine, role, steps)
+    found = beside.time()
+    assert order[:4] == ["default", "other"] * 2 and order.count("default") == order.count("other")
+    assert found["default"].seconds > 0.02 and fastest(found) == "other"
+    off = {"default": 0.0, "other": pytest.approx(0.3, rel=1e-3)}
+    assert beside.deviations() == (off if role.startswith("verify") else {})
+    assert (decoder.by_width, decoder.fused) == before
+
+
+def test_other_compile_options_are_taken_where_they_are_faster_beyond_doubt():
+    def chosen(*seconds_and_spreads: tuple[float, float]) -> str:
+        names = ("default", "max-autotune", "coordinate-descent")
+        return fastest({name: Timing(*each) for name, each in zip(names, seconds_and_spreads, strict=False)})
+
+    assert chosen((1.0, 0.01), (0.95, 0.01), (0.9, 0.01)) == "coordinate-descent"
+    assert chosen((1.0, 0.01), (0.99, 0.0), (1.1, 0.01)) == "default"  # 2 % is asked for
+    assert chosen((1.0, 0.06), (0.9, 0.06), (1.0, 0.0)) == "default"  # the times waver by more
+    assert chosen((1.0, 0.0)) == "default"
