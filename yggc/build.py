@@ -244,10 +244,10 @@ class Build:
         for name, step in alternatives.items():
             try:
                 loaded[name] = pair.step(step)
-            except ArtifactError as error:
+            except ArtifactError:
                 if name == COMPILE_OPTIONS[0]:
                     raise
-                self._notice(f"{step.role} compiled with {name} is not used: {error}")
+                self._notice(f"{step.role} compiled with {name} is not used: it needs more than the model's weights")
         return loaded
 
     @cached_property

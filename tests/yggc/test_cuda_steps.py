@@ -288,7 +288,7 @@ def test_where_other_options_do_not_compile_the_default_ones_are_taken(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "fault, said", [("wrong", "its logits are 50.0 % off"), ("unloadable", "needs the constant 'packed'")]
+    "fault, said", [("wrong", "its logits are 50.0 % off"), ("unloadable", "it needs more than the model's weights")]
 )
 def test_what_other_options_made_is_not_used_where_it_is_wrong(tmp_path, monkeypatch, fault, said):
     pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
