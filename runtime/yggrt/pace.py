@@ -30,7 +30,7 @@ DEBT = 1.0
 CREDIT = 2.0
 """Most that past gains count for: what was earned on an earlier part of a text does not pay for a later one."""
 
-FIRST_PAUSE = 16
+FIRST_PAUSE = 32
 """Plain iterations before speculation is tried again; twice as many after each try that failed."""
 
 TRIAL_DEBT = 0.25
