@@ -272,35 +272,37 @@ class Alternatives:
         count = max(2, longest - max(self._number, self._shape.capacity))
         self._tokens = [(7919 * place + 11) % engine.vocab_size for place in range(count)]
 
-    def _run(self, step: Step) -> Tensor | None:
-        """Logits of a step that verifies, [V] after the last token."""
-        decoder = self._decoder
-        before = decoder.by_width, decoder.fused
+    def _run_verify(self, step: Step) -> Tensor:
+        """Logits [V] after the last token."""
+        decoder, before = self._decoder, self._decoder.by_width
+        decoder.by_width = {self._number: step}
         try:
-            if self._verifies:
-                decoder.by_width = {self._number: step}
-                return _verify(decoder, self._tokens, self._number).outputs[3][0]
-            decoder.fused = {self._number: step}
-            _draft(decoder, self._tokens, self._shape)
-            return None
+            return _verify(decoder, self._tokens, self._number).outputs[3][0]
         finally:
-            decoder.by_width, decoder.fused = before
+            decoder.by_width = before
+
+    def _run_draft(self, step: Step) -> None:
+        decoder, before = self._decoder, self._decoder.fused
+        decoder.fused = {self._number: step}
+        try:
+            _draft(decoder, self._tokens, self._shape)
+        finally:
+            decoder.fused = before
 
     def deviations(self) -> dict[str, float]:
         """Of steps that verify: length of the difference of the logits from the first one's, over their own length."""
-        found: dict[str, Tensor] = {}
+        if not self._verifies:
+            return {}
         self._decoder.reset()
         self._decoder.prefill(self._tokens[:-1])
-        for name, step in self._steps.items():
-            logits = self._run(step)
-            if logits is not None:
-                found[name] = logits.double().cpu()
-        own = next(iter(found.values()), None)
-        return {} if own is None else {name: float((each - own).norm() / own.norm()) for name, each in found.items()}
+        logits = {name: self._run_verify(step).double().cpu() for name, step in self._steps.items()}
+        own = next(iter(logits.values()))
+        return {name: float((each - own).norm() / own.norm()) for name, each in logits.items()}
 
     def time(self) -> dict[str, Timing]:
         """In turns."""
-        runs: dict[str, Callable[[], object]] = {name: partial(self._run, step) for name, step in self._steps.items()}
+        run = self._run_verify if self._verifies else self._run_draft
+        runs: dict[str, Callable[[], object]] = {name: partial(run, step) for name, step in self._steps.items()}
         with self._engine.its_threads():
             return time_in_turns(runs, clock=lambda: self._decoder.compiled_s)
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import yggc.distill as distill_module
 from yggc import distill_data, distill_training
 from yggc.checkpoints import load_model, open_checkpoint
-from yggc.distill import DistillOptions, distill
+from yggc.distill import DistillOptions, distill, writing_dtype
 from yggc.distill_data import (
     ROLE_ANSWER,
     ROLE_GIVEN,
@@ -33,6 +33,7 @@ from yggc.distill_data import (
     top_tokens,
 )
 from yggc.distill_training import Trainer, drafter_config, draw_columns, make_drafter
+from yggrt.target import detect_target
 
 VOCABULARY = 68
 EOS = 1
@@ -208,10 +209,22 @@ def test_drawn_columns_stand_for_the_whole_vocabulary():
     assert sorted(everything.ids.tolist()) == list(range(400)) and not everything.bias.any()
 
 
+@pytest.mark.parametrize(
+    "instruction_set, dtype",
+    [(("avx512_vnni",), torch.float32), (("avx512_vnni", "avx512_bf16"), torch.bfloat16), (("bf16",), torch.bfloat16)],
+)
+def test_the_verifier_writes_in_bfloat16_where_the_cpu_multiplies_it(monkeypatch, instruction_set, dtype):
+    target = replace(detect_target(), instruction_set=instruction_set)
+    monkeypatch.setattr("yggc.distill.detect_target", lambda: target)
+    assert writing_dtype(torch.device("cpu")) == dtype
+    assert writing_dtype(torch.device("cuda")) == torch.bfloat16
+
+
 def test_a_distilled_drafter_beats_an_untrained_one_and_loads(options, checkpoint, monkeypatch):
     lines = []
     report = distill(options, lines.append)
     monkeypatch.setattr(distill_training, "HELD_OUT_SHARE", 0.9)
+    assert {value.dtype for value in load_file(report.folder / "model.safetensors").values()} == {torch.bfloat16}
     drafter = AutoModelForCausalLM.from_pretrained(report.folder)
     assert drafter.config.num_hidden_layers == 1 and drafter.config.hidden_size == 32
     assert Tokenizer.from_file(str(report.folder / "tokenizer.json")).get_vocab() == checkpoint.tokenizer.get_vocab()
