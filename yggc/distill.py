@@ -31,7 +31,7 @@ from yggrt.target import detect_target
 
 GENERATE_SHARE = 0.45  # of the hours; the rest trains
 TRAIN_SHARE = 0.93  # of the time then left; the rest saves and measures
-TRAIN_PASSES = 8  # over the text, where the size is given in tokens
+TRAIN_PASSES = 12  # over the text, where the size is given in tokens
 DRAFT_PASS_COST = 0.07  # the most a draft pass may take, of a verifier's step
 DRAFT_ROWS = 8  # tokens in a draft pass while its cost is measured
 SHAPES = ((1, 64), (1, 128), (2, 128), (2, 192), (2, 256), (2, 384), (3, 512), (4, 768), (4, 1024))  # layers, hidden
@@ -158,7 +158,7 @@ class _Run:
         self._folder = options.output.with_name(options.output.name + ".distill")
         self._state_file = self._folder / "progress.json"
         self._started = time.monotonic()
-        self._verifier = _to(load_model(self._checkpoint, writing_dtype(self._device)), self._device)
+        self._verifier = _to(load_model(self._checkpoint, product_dtype(self._device)), self._device)
         self._decoder_now: Decoder | None = None
         self._state = self._open_state()
 
@@ -170,7 +170,14 @@ class _Run:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         rate = 1.0 if self._options.start is None else START_RATE
-        trainer = Trainer(_to(drafter, self._device), blocks, self._options.seed, self._options.batch_tokens, rate)
+        trainer = Trainer(
+            _to(drafter, self._device),
+            blocks,
+            self._options.seed,
+            self._options.batch_tokens,
+            product_dtype(self._device),
+            rate,
+        )
         self._train(trainer)
         top1, top8 = trainer.agreement()
         self._export(drafter)
@@ -290,8 +297,8 @@ class _Run:
             return num_blocks >= self._state.num_blocks
         if self._options.tokens is not None:
             return written >= self._options.tokens
-        per_block = self._seconds() / max(1, num_blocks)
-        return num_blocks > 0 and self._seconds() + per_block / 2 >= GENERATE_SHARE * self._budget()
+        rows, length = self._shape(num_blocks)
+        return is_enough_text(self._seconds(), written, rows * length, self._budget())
 
     def _text_line(self, index: int, written: int, block: Block, seconds: float) -> str:
         written += block.tokens.numel()
@@ -381,6 +388,14 @@ def _to(model: Model, place: torch.device | torch.dtype) -> Model:
     return model
 
 
+def is_enough_text(seconds: float, written: int, next_tokens: int, budget: float) -> bool:
+    """Whether another block of `next_tokens` would end later than half of it beyond the text's share of the budget.
+
+    seconds: since the run began; written: tokens so far; budget: seconds of the whole run.
+    """
+    return written > 0 and seconds * (1 + next_tokens / written / 2) >= GENERATE_SHARE * budget
+
+
 def choose_device(name: str) -> torch.device:
     """The device that a name stands for; "auto" is CUDA where there is one."""
     if name == "auto":
@@ -396,8 +411,8 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def writing_dtype(device: torch.device) -> torch.dtype:
-    """What the verifier writes in: bfloat16 where its products are the faster ones."""
+def product_dtype(device: torch.device) -> torch.dtype:
+    """What a device multiplies in, to write and to train: bfloat16 where that is faster."""
     is_fast = device.type == "cuda" or not FAST_BFLOAT16.isdisjoint(detect_target().instruction_set)
     return torch.bfloat16 if is_fast else torch.float32
 

@@ -28,7 +28,7 @@ from yggc.checkpoints import Checkpoint
 ROLE_GIVEN, ROLE_USER, ROLE_ANSWER = 0, 1, 2  # who chooses the next token: the prompt, the verifier as user, as itself
 PROMPTS_FILE = Path(__file__).parent / "data" / "distill" / "prompts.json"
 GIVEN_SHARE = 0.5  # of the prompts, where the caller brings prompts too
-EXTENT_STEP = 256  # slots by which the attention's extent grows
+SPAN = 256  # slots of a piece of the KV cache; the attention reads whole pieces
 TOP_TOKENS = 24  # teacher probabilities kept for each slot
 USER_TEMPERATURE = 0.9
 ANSWER_TEMPERATURE = 0.8  # of the rows that do not answer greedily
@@ -36,6 +36,7 @@ GREEDY_SHARE = 0.65  # of the rows that answer greedily
 ANSWER_LIMIT = 256  # tokens of an answer, which is cut there
 LATER_USER_TOKENS = 96  # the most a user says in a later turn
 ATTENTION_NAME = "yggc_slots"
+CPU_ROWS_AT_ONCE = 16  # of float32 logits, which then stay in the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,52 +262,63 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def slot_attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_):
     """Attention of one token a row as two batched products: grouped heads never repeat their keys.
 
-    query: [B, heads, 1, D]; key, value: [B, groups, S, D]; attention_mask: additive [B, 1, 1, S].
+    query: [B, heads, 1, D]; key, value: [S, B, groups, SPAN, D], contiguous: a CPU's products copy all else;
+    attention_mask: additive [B, 1, 1, S * SPAN].
     """
     if s_aux is not None:
         raise ValueError("verifiers with attention sinks cannot be distilled yet")
-    rows, heads, width, size = query.shape
-    groups, extent = key.shape[1], key.shape[2]
+    rows, heads, _, size = query.shape
+    spans, _, groups, span, _ = key.shape
     scaling = size**-0.5 if scaling is None else scaling
-    grouped = (query * scaling).reshape(rows * groups, heads // groups * width, size)
-    scores = torch.bmm(grouped, key.reshape(rows * groups, extent, size).transpose(1, 2))
+    shared = heads // groups
+    grouped = (query * scaling).view(1, rows * groups, shared, size).expand(spans, -1, -1, -1).flatten(0, 1)
+    scores = torch.bmm(grouped, key.view(-1, span, size).transpose(1, 2))
+    scores = scores.view(spans, rows, heads, span).permute(1, 2, 0, 3).reshape(rows, heads, 1, spans * span)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(rows, heads, width, extent) + attention_mask
-    weights = torch.softmax(scores, dim=-1).view(rows * groups, -1, extent)
-    mixed = torch.bmm(weights, value.reshape(rows * groups, extent, value.shape[-1]))
-    return mixed.view(rows, heads, width, -1).transpose(1, 2), None
+    weights = torch.softmax(scores + attention_mask, dim=-1)
+    weights = weights.view(rows, heads, spans, span).permute(2, 0, 1, 3).reshape(-1, shared, span)
+    mixed = torch.bmm(weights, value.view(-1, span, value.shape[-1]))
+    return mixed.view(spans, rows, 1, heads, -1).sum(dim=0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
 class SlotCache(Cache):
-    """KV rows for a batch whose rows all write the same slot; `extent` slots are read."""
+    """KV rows for a batch whose rows all write the same slot, in spans of which the first `spans` are read."""
 
     def __init__(self, rows: int, length: int, device: torch.device) -> None:
         super().__init__(layers=[])
-        self.rows, self.length, self.extent = rows, length, length
+        self.rows, self.capacity, self.spans = rows, -(-length // SPAN), 1
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def buffers(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's K and V, [rows, groups, length, D], made when first asked for."""
+        """The layer's K and V, [spans, rows, groups, SPAN, D], made when first asked for."""
         if layer not in self.pairs:
             keys, values = (
-                states.new_zeros(self.rows, states.shape[1], self.length, states.shape[3]) for states in (keys, values)
+                states.new_zeros(self.capacity, self.rows, states.shape[1], SPAN, states.shape[3])
+                for states in (keys, values)
             )
             self.pairs[layer] = keys, values
         return self.pairs[layer]
 
     def update(self, key_states, value_states, layer_idx, *_, **__):
         keys, values = self.buffers(layer_idx, key_states, value_states)
-        keys.index_copy_(2, self.slot, key_states)
-        values.index_copy_(2, self.slot, value_states)
-        return keys[:, :, : self.extent], values[:, :, : self.extent]
+        place = self.slot % SPAN
+        keys[self.spans - 1].index_copy_(2, place, key_states)
+        values[self.spans - 1].index_copy_(2, place, value_states)
+        return keys[: self.spans], values[: self.spans]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+
+def span_parts(begin: int, end: int) -> list[tuple[int, slice]]:
+    """Where slots from `begin` to `end` lie: spans, and the slots of each."""
+    spans = range(begin // SPAN, -(-end // SPAN))
+    return [(span, slice(max(begin - span * SPAN, 0), min(end - span * SPAN, SPAN))) for span in spans]
 
 
 class Decoder:
@@ -338,6 +350,7 @@ class Decoder:
             top_ids=torch.zeros(length, rows, self._top, dtype=torch.int32, device=device),
             top_logprobs=torch.zeros(length, rows, self._top, dtype=torch.float16, device=device),
         )
+        self._rows_at_once = rows if device.type == "cuda" else CPU_ROWS_AT_ONCE
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._warm: set[int] = set()
         self._graph_pool: Any = None
@@ -363,7 +376,7 @@ class Decoder:
         begin, saved = done, time.monotonic()
         for slot in range(begin, self.length):
             self._noise.exponential_(generator=generator).log_().neg_()
-            self._step(min(self.length, (slot // EXTENT_STEP + 1) * EXTENT_STEP))
+            self._step(slot // SPAN + 1)
             if unfinished and time.monotonic() - saved > save_seconds:
                 self._save(unfinished, done, slot + 1, seed, generator)
                 done, saved = slot + 1, time.monotonic()
@@ -392,7 +405,9 @@ class Decoder:
         tensors = {f"state.{name}": tensor for name, tensor in self._state.items()}
         tensors |= {f"block.{field.name}": getattr(self._block, field.name)[slots] for field in fields(Block)}
         for layer, pair in self._cache.pairs.items():
-            tensors |= {f"cache.{layer}.{part}": buffer[:, :, slots] for part, buffer in enumerate(pair)}
+            for part, buffer in enumerate(pair):
+                made = [buffer[span, :, :, inside] for span, inside in span_parts(begin, end)]
+                tensors[f"cache.{layer}.{part}"] = torch.cat(made, dim=2)
         tensors |= {"seed": torch.tensor(seed), "end": torch.tensor(end), "generator": generator.get_state()}
         beside = folder / "part"
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, beside)
@@ -411,7 +426,10 @@ class Decoder:
             for layer in range(sum(name.startswith("cache.") for name in tensors) // 2):
                 pair = tensors[f"cache.{layer}.0"], tensors[f"cache.{layer}.1"]
                 for buffer, saved in zip(self._cache.buffers(layer, *pair), pair, strict=True):
-                    buffer[:, :, slots] = saved
+                    parts = span_parts(slots.start, slots.stop)
+                    sizes = [inside.stop - inside.start for _, inside in parts]
+                    for (span, inside), part in zip(parts, saved.split(sizes, dim=2), strict=True):
+                        buffer[span, :, :, inside] = part
             done = slots.stop
         if done:
             for name, tensor in self._state.items():
@@ -435,25 +453,25 @@ class Decoder:
         self._table.lengths.copy_(table.lengths)
         self._table.rules.copy_(table.rules)
 
-    def _step(self, extent: int) -> None:
+    def _step(self, spans: int) -> None:
         """One token for every row. On CUDA the first step of an extent warms up, the second is captured."""
-        if self._noise.device.type != "cuda" or extent not in self._warm:
-            self._warm.add(extent)
-            self._decode_slot(extent)
+        if self._noise.device.type != "cuda" or spans not in self._warm:
+            self._warm.add(spans)
+            self._decode_slot(spans)
             return
-        if extent not in self._graphs:
+        if spans not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._graph_pool):
-                self._decode_slot(extent)
+                self._decode_slot(spans)
             self._graph_pool = graph.pool()
-            self._graphs[extent] = graph
-        self._graphs[extent].replay()
+            self._graphs[spans] = graph
+        self._graphs[spans].replay()
 
-    def _decode_slot(self, extent: int) -> None:
+    def _decode_slot(self, spans: int) -> None:
         """Run the verifier on every row's token, record what it thinks, and choose the next tokens. No host sync."""
         state, slot = self._state, self._cache.slot
-        self._cache.extent = extent
-        columns = torch.arange(extent, device=slot.device)
+        self._cache.spans = spans
+        columns = torch.arange(spans * SPAN, device=slot.device)
         visible = (columns >= state["start"][:, None]) & (columns <= slot)
         dtype = self._verifier.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=slot.device)
@@ -466,7 +484,8 @@ class Decoder:
             **{self._cache_argument: self._cache},
         ).logits[:, -1]
         values, ids = top_tokens(logits, self._top)
-        logprobs = values - torch.logsumexp(logits.float(), dim=1, keepdim=True)
+        total = torch.cat([torch.logsumexp(part.float(), dim=1) for part in logits.split(self._rows_at_once)])
+        logprobs = values - total[:, None]
         forced = state["cursor"] < self._table.lengths[state["source"]]
         recorded = (state["token"], state["start"], torch.where(forced, ROLE_GIVEN, state["role"]), ids, logprobs)
         for field, tensor in zip(fields(Block), recorded, strict=True):

@@ -120,18 +120,19 @@ def draw_columns(wanted: Tensor, vocab_size: int, count: int, generator: torch.G
     return Columns(torch.cat((targets, drawn)), bias)
 
 
-def _head_terms(logits: Tensor, ids: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed cross entropy, its gradient before the targets are taken off, and how often the first choice is hit.
+def _head_terms(logits: Tensor, ids: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy, and its gradient before the targets are taken off.
 
     logits: [N, V]; ids: int64[N, K]; target: float32[N, K], probabilities; scale: float32[N].
     """
     wide = logits.float()
-    total = torch.logsumexp(wide, dim=1)
+    shift = wide.amax(dim=1)
+    wanted = (wide.gather(1, ids) * target).sum(dim=1)
+    weights = wide.sub_(shift[:, None]).exp_()
+    total = weights.sum(dim=1)
     mass = target.sum(dim=1)
-    loss = ((total * mass - (wide.gather(1, ids) * target).sum(dim=1)) * scale).sum()
-    hits = ((wide.argmax(dim=1) == ids[:, 0]) & (scale == 1)).sum()
-    gradient = ((wide - total[:, None]).exp() * (mass * scale)[:, None]).to(logits.dtype)
-    return loss, gradient, hits
+    loss = (((total.log() + shift) * mass - wanted) * scale).sum()
+    return loss, weights.mul_((mass * scale / total)[:, None]).to(logits.dtype)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -143,34 +144,43 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, ids, target, scale, chunk, terms, bias=None):
         narrow = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight)
-        loss = hits = torch.zeros((), device=hidden.device)
+        loss = torch.zeros((), device=hidden.device)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ narrow.T if bias is None else torch.addmm(bias, hidden[part], narrow.T)
-            part_loss, gradient, part_hits = terms(logits, ids[part], target[part], scale[part])
+            part_loss, gradient = terms(logits, ids[part], target[part], scale[part])
             gradient.scatter_add_(1, ids[part], (-target[part] * scale[part, None]).to(gradient.dtype))
             hidden_gradient[part] = gradient @ narrow
             weight_gradient += gradient.T @ hidden[part]
-            loss, hits = loss + part_loss, hits + part_hits
+            loss += part_loss
         ctx.save_for_backward(hidden_gradient, weight_gradient)
-        ctx.mark_non_differentiable(hits)
-        return loss, hits
+        return loss
 
     @staticmethod
-    def backward(ctx, loss_gradient, _):
+    def backward(ctx, loss_gradient):
         hidden_gradient, weight_gradient = ctx.saved_tensors
         return hidden_gradient * loss_gradient, weight_gradient * loss_gradient, None, None, None, None, None, None
 
 
 class Trainer:
-    """Trains a drafter on blocks; everything it needs to go on is in `save`."""
+    """Trains a drafter on blocks; everything it needs to go on is in `save`.
+
+    drafter: in float32.    dtype: of the matrix products.    rate: share of the learning rates.
+    """
 
     def __init__(
-        self, drafter: LlamaForCausalLM, blocks: list[Block], seed: int, batch_tokens: int, rate: float = 1.0
+        self,
+        drafter: LlamaForCausalLM,
+        blocks: list[Block],
+        seed: int,
+        batch_tokens: int,
+        dtype: torch.dtype,
+        rate: float = 1.0,
     ) -> None:
-        self._drafter, self._seed, self._rate = drafter.train(), seed, rate
+        self._drafter, self._seed, self._dtype, self._rate = drafter.train(), seed, dtype, rate
         self._device = drafter.device
         cuda = self._device.type == "cuda"
         self.batch_tokens = batch_tokens or (1 << 15 if cuda else 1 << 12)
@@ -187,13 +197,13 @@ class Trainer:
         )
         self._epoch = -1
         self._batches: list[tuple[Block, Tensor]] = []
-        self._recent: list[tuple[Tensor, Tensor]] = []
+        self._recent: list[Tensor] = []
 
     def _compiled_terms(self, count: int) -> Callable:
         """`_head_terms` in two passes over the logits instead of ten, where this machine can compile."""
         compiled = torch.compile(_head_terms, dynamic=False)
         vocabulary = self._drafter.config.vocab_size
-        logits = torch.zeros(self._chunk, vocabulary, dtype=torch.bfloat16, device=self._device)
+        logits = torch.zeros(self._chunk, vocabulary, dtype=self._dtype, device=self._device)
         ids = torch.zeros(self._chunk, count, dtype=torch.int64, device=self._device)
         target = torch.zeros(self._chunk, count, device=self._device)
         try:
@@ -251,14 +261,14 @@ class Trainer:
         scale = self._by_role(SLOT_WEIGHT, roles)[kept]
         target = logprobs[kept].float().exp() * (1 - HARD_SHARE)
         target[:, 0] += HARD_SHARE
-        loss, hits = self._loss(hidden.index_select(0, kept), ids[kept].long(), target, scale, generator)
+        loss = self._loss(hidden.index_select(0, kept), ids[kept].long(), target, scale, generator)
         total = scale.sum().clamp(min=1)
         (loss / total).backward()
         nn.utils.clip_grad_norm_(self._drafter.parameters(), 1.0)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        self._recent = [*self._recent[-49:], ((loss / total).detach(), hits)]
+        self._recent = [*self._recent[-49:], (loss / total).detach()]
 
     def _by_role(self, values: tuple[float, ...], roles: Tensor) -> Tensor:
         return torch.tensor(values, device=self._device)[roles.long()]
@@ -269,21 +279,17 @@ class Trainer:
         length = starts.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self._device).tril()
         mask = (starts[:, None, :, None] == starts[:, None, None, :]) & causal
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype == torch.bfloat16):
             hidden = self._drafter.model(
                 input_ids=block.tokens.long(),
                 position_ids=torch.arange(length, device=self._device) - starts,
                 attention_mask=mask,
                 use_cache=False,
             ).last_hidden_state
-        if self._device.type == "cuda":
-            hidden = hidden.bfloat16()
         ids, logprobs = block.top_ids.flatten(0, 1), block.top_logprobs.flatten(0, 1)
-        return hidden.flatten(0, 1), block.roles.flatten(), ids, logprobs
+        return hidden.to(self._dtype).flatten(0, 1), block.roles.flatten(), ids, logprobs
 
-    def _loss(
-        self, hidden: Tensor, ids: Tensor, target: Tensor, scale: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def _loss(self, hidden: Tensor, ids: Tensor, target: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
         """Loss over slots, filled up to whole chunks so that a compiled chunk has one shape.
 
         On the CPU over the columns of `draw_columns` where those are few.
@@ -302,7 +308,7 @@ class Trainer:
 
     def recent_loss(self) -> float:
         """Mean loss of the last steps."""
-        return torch.stack([loss for loss, _ in self._recent]).mean().item() if self._recent else float("nan")
+        return torch.stack(self._recent).mean().item() if self._recent else float("nan")
 
     @torch.inference_mode()
     def agreement(self) -> tuple[float, float]:
