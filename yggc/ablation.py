@@ -20,7 +20,7 @@ import torch
 from yggc.checkpoints import Checkpoint, load_model, silence_libraries
 from yggc.compare import CompareOptions, cell, find_checkpoints, interval, median_with_interval
 from yggc.export import draft_pass, eager_run, verify_step
-from yggc.simulate import name_of
+from yggc.simulate_bundle import name_of
 from yggrt import bench
 from yggrt.artifacts import Step
 from yggrt.bundle import Bundle, load, table_tensor

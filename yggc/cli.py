@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--shape", action="append", default=[], metavar="W,D,V",
         help="draft width, draft depth, verify width; repeatable; default: what the plan chooses",
     )  # fmt: skip
+    simulate.add_argument("--run", action="store_true", help="let the engine run them too, for what that takes beside")
     simulate.add_argument("--json", action="store_true")
     simulate.set_defaults(handler=_simulate)
 
@@ -262,17 +263,18 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from yggc.simulate import format_simulations, simulate_bundle
+    from yggc.simulate_bundle import SimulateOptions, format_simulations, simulate_bundle
     from yggrt.bench import read_shape
 
-    found = simulate_bundle(
-        options.bundle,
-        options.prompts,
-        options.limit,
-        options.max_new_tokens,
-        [read_shape(text) for text in options.shape],
-        lambda line: print(line, file=sys.stderr, flush=True),
+    wanted = SimulateOptions(
+        bundle=options.bundle,
+        prompts=options.prompts,
+        shapes=tuple(read_shape(text) for text in options.shape),
+        limit=options.limit,
+        max_new_tokens=options.max_new_tokens,
+        run=options.run,
     )
+    found = simulate_bundle(wanted, lambda line: print(line, file=sys.stderr, flush=True))
     print(json.dumps(found, indent=1) if options.json else format_simulations(found))
     return 0
 

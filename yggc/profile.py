@@ -20,7 +20,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from yggc.config import DRAFT_WIDTHS, SIZES
-from yggrt.artifacts import Step
+from yggrt.artifacts import Step, StepLimits
 from yggrt.engine import Engine, GenerationStats
 from yggrt.executor import Decoder, Round
 from yggrt.latency import LatencyPoint, StepTimes
@@ -88,23 +88,37 @@ class Timing:
 
 
 def measure_steps(
-    engine: Engine, whole_head: Engine | None = None, verify_widths: Sequence[int] = SIZES["cpu"].verify_widths
+    engine: Engine,
+    whole_head: Engine | None = None,
+    verify_widths: Sequence[int] = SIZES["cpu"].verify_widths,
+    drafts: Sequence[TreeShape] | None = None,
 ) -> LatencyProfile:
     """Time `verify` by width, drafts by width and depth, and the host's share, at every extent the context holds.
 
     whole_head: an engine of the same pair whose drafter's output layer is not cut, where the other's is.
+    drafts: those to time; DRAFT_WIDTHS at TIMED_DEPTHS where None.
+    """
+    limits = engine.decoder.draft.limits
+    shapes = drafts_to_time(limits) if drafts is None else drafts
+    points, uncut = time_steps(engine, verify_widths, shapes, extents_of_context(engine.max_context), whole_head)
+    return LatencyProfile(points, _time_host(engine), uncut)
+
+
+def time_steps(
+    engine: Engine,
+    verify_widths: Sequence[int],
+    drafts: Sequence[TreeShape],
+    extents: Sequence[int],
+    whole_head: Engine | None = None,
+    repeats: int = REPEATS,
+) -> tuple[tuple[LatencyPoint, ...], tuple[LatencyPoint, ...]]:
+    """Steps of an engine, and with `whole_head` its draft passes at the first extent; each as often as `repeats` says.
+
+    verify_widths: those wider than the engine's trees are left out, as drafts beyond the drafter's context are.
     """
     decoder = engine.decoder
     limits = decoder.draft.limits
     widths = [width for width in verify_widths if width < limits.max_nodes] or [1]
-    shapes = [
-        TreeShape(width, depth, 1)
-        for width in DRAFT_WIDTHS
-        if width <= limits.num_children
-        for depth in TIMED_DEPTHS
-        if 1 + width * depth <= limits.max_nodes and depth <= limits.max_moves
-    ]
-    extents = _extents(engine.max_context)
     runs: dict[tuple[str, int, int, int], Callable[[], object]] = {}
     for extent in extents:
         tokens = [0] * (extent - 1)
@@ -112,7 +126,7 @@ def measure_steps(
             runs["verify", width, 0, extent] = partial(_verify, decoder, tokens, width)
         within = min(extent, engine.drafter_context)
         before_tree = tokens[: max(2, within - limits.max_nodes)]
-        for shape in shapes if within == extent or extent == extents[0] else ():
+        for shape in drafts if within == extent or extent == extents[0] else ():
             size = (shape.draft_width, shape.draft_depth, extent)
             runs["draft", *size] = partial(_draft, decoder, before_tree, shape)
             if whole_head is not None and extent == extents[0] and shape.draft_depth == 1:
@@ -120,7 +134,7 @@ def measure_steps(
     cool = partial(_verify, decoder, [0] * (extents[0] - 1), widths[0])  # caches are as another model leaves them
     decoders = [each.decoder for each in (engine, whole_head) if each is not None]
     with engine.its_threads():  # the host's share is measured apart, and added to every iteration
-        timings = time_in_turns(runs, before=cool, clock=lambda: sum(each.compiled_s for each in decoders))
+        timings = time_in_turns(runs, repeats, before=cool, clock=lambda: sum(each.compiled_s for each in decoders))
     decoder.reset()
     points: list[LatencyPoint] = []
     uncut: list[LatencyPoint] = []
@@ -128,7 +142,18 @@ def measure_steps(
         name = "draft" if role == WHOLE_HEAD else role
         point = LatencyPoint(name, width, depth, extent, timing.seconds, timing.spread_s)
         (uncut if role == WHOLE_HEAD else points).append(point)
-    return LatencyProfile(tuple(points), _time_host(engine), tuple(uncut))
+    return tuple(points), tuple(uncut)
+
+
+def drafts_to_time(limits: StepLimits) -> list[TreeShape]:
+    """DRAFT_WIDTHS at TIMED_DEPTHS, as far as a step's limits go."""
+    return [
+        TreeShape(width, depth, 1)
+        for width in DRAFT_WIDTHS
+        if width <= limits.num_children
+        for depth in TIMED_DEPTHS
+        if 1 + width * depth <= limits.max_nodes and depth <= limits.max_moves
+    ]
 
 
 def measure_until_steady(
@@ -183,7 +208,7 @@ def _drift(before: LatencyProfile, after: LatencyProfile) -> float:
     return median(abs(second.seconds / first.seconds - 1) for first, second in pairs)
 
 
-def _extents(max_context: int) -> list[int]:
+def extents_of_context(max_context: int) -> list[int]:
     """Extents to measure at: those of EXTENTS that a request can reach, or all of its context."""
     return [extent for extent in EXTENTS if extent <= max_context] or [max_context]
 

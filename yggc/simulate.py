@@ -7,17 +7,14 @@ growth serves every depth and verify width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from yggc.trace import TracedText, trace_text
-from yggrt.bench import read_prompts, spread_over_categories, use_shape
-from yggrt.bundle import load, make_pace, table_tensor
+from yggc.trace import TracedText
 from yggrt.engine import Engine
 from yggrt.kvcache import EXTENT_BUCKET
 from yggrt.latency import StepTimes
@@ -103,7 +100,9 @@ class Outcomes:
 class Prices:
     """What iterations cost, and a token is worth.
 
+    times:   what steps take.    host: of an iteration.
     token_s: 1 / lambda; None verifies the widest cut of the menu always.
+    planned: the times that cuts are chosen by, where those are others.
     """
 
     times: StepTimes
@@ -111,6 +110,7 @@ class Prices:
     plain_width: int
     verify_widths: tuple[int, ...]
     token_s: float | None
+    planned: StepTimes | None = None
 
     def plain_s(self, extent: int) -> float:
         """Seconds of a plain iteration."""
@@ -119,6 +119,10 @@ class Prices:
     def reading_s(self, draft_width: int, extent: int) -> float:
         """Seconds the drafter needs to read what was decoded plainly, before it drafts again."""
         return self.times.draft_s(draft_width, 1, extent)
+
+    def choice_s(self, verify_widths: Sequence[int], extent: int) -> NDArray[np.float64]:
+        """Seconds of verifier steps as the choice of a cut takes them to be, float64[len(verify_widths)]."""
+        return (self.planned or self.times).verify_s(verify_widths, extent)
 
 
 def outcomes(grown: GrownText, depth: int, prices: Prices) -> Outcomes:
@@ -138,8 +142,8 @@ def outcomes(grown: GrownText, depth: int, prices: Prices) -> Outcomes:
     worth = np.cumsum(np.exp(np.take_along_axis(values, order, axis=1)), axis=1)[:, menu - 1]
     for extent in set(extents.tolist()):
         here = extents == extent
-        costs = prices.times.verify_s(menu.tolist(), extent)
         if prices.token_s is not None:
+            costs = prices.choice_s(menu.tolist(), extent)
             verified[here] = menu[np.argmax(worth[here] - costs / prices.token_s, axis=1)]
         drafting = prices.times.draft_s(grown.draft_width, depth, extent) + prices.host.speculative_s
         seconds[here] = prices.times.verify_s(verified[here].tolist(), extent) + drafting
@@ -229,85 +233,3 @@ def replay(
         tokens += emitted
         iterations += 1
     return Simulated(tokens, iterations, seconds, float(plain.seconds.sum()))
-
-
-# ---- `yggc simulate` ----
-
-
-def simulate_bundle(
-    path: Path,
-    prompts: Path,
-    limit: int | None,
-    max_new_tokens: int,
-    shapes: Sequence[TreeShape],
-    say: Callable[[str], object],
-) -> list[dict[str, object]]:
-    """What each shape, or the plan's own choices where none is given, would do on a file of prompts.
-
-    The verifier answers every prompt once, plainly; the rest is simulated with the plan's curves, so that a shape is
-    compared with `yggrt bench --shape` by its tokens per iteration and its seconds per token. Plain JSON data.
-    Raises ValueError for a shape that was not compiled or measured.
-    """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit {limit}: at least 1 is accepted")
-    if max_new_tokens < 2:
-        raise ValueError(f"max-new-tokens {max_new_tokens}: at least 2 are accepted")
-    chosen = spread_over_categories(read_prompts(prompts), limit)
-    engine = load(path)
-    assert engine.bundle is not None
-    plan = engine.bundle.plan
-    times = StepTimes(plan.curves)
-    for shape in shapes:
-        use_shape(engine, shape)
-        times.draft_s(shape.draft_width, shape.draft_depth, 1)
-    engine.pace = make_pace(plan)
-    texts = []
-    for index, prompt in enumerate(chosen):
-        with engine.its_threads():
-            text = trace_text(engine, prompt, False, max_new_tokens)
-        if text is not None:
-            texts.append(text)
-        say(f"  {index + 1}/{len(chosen)} prompts answered plainly")
-    if not texts:
-        raise ValueError(f"no prompt of {prompts} fits the context of {engine.max_context} tokens")
-    table = table_tensor(plan.acceptance_table, plan.policy.children_per_node)
-    found = []
-    for wanted in shapes or (None,):
-        shape = plan.policy.default_shape if wanted is None else wanted
-        fixed = plan.schedule.verify_width if wanted is None else shape.verify_width
-        widths = plan.policy.verify_widths if fixed is None else (fixed,)
-        prices = Prices(times, plan.host, plan.plain_width, widths, plan.token_s if fixed is None else None)
-        pace = engine.pace if wanted is None else None
-        grown = [grow_text(engine, text, replace(shape, verify_width=1), table) for text in texts]
-        simulated = add_up([replay(each, shape.draft_depth, prices, pace) for each in grown])
-        found.append(
-            {
-                "shape": "the plan's" if wanted is None else name_of(shape),
-                "tokens": simulated.tokens,
-                "iterations": simulated.iterations,
-                "tokens_per_iteration": simulated.tokens_per_iteration,
-                "tpot_s": simulated.tpot_s,
-                "plain_tpot_s": simulated.plain_tpot_s,
-                "speedup": simulated.plain_tpot_s / simulated.tpot_s,
-            }
-        )
-        say(f"  {found[-1]['shape']}: simulated")
-    return found
-
-
-def name_of(shape: TreeShape) -> str:
-    """W_d,D_d,W_v."""
-    return f"{shape.draft_width},{shape.draft_depth},{shape.verify_width}"
-
-
-def format_simulations(found: Sequence[dict[str, object]]) -> str:
-    """For people: a line a shape."""
-    lines = [f"{'shape':<14}{'tokens/iteration':>17}{'TPOT, ms':>10}{'plain, ms':>11}{'speedup':>9}"]
-    for each in found:
-        tpot_s, plain_s = each["tpot_s"], each["plain_tpot_s"]
-        assert isinstance(tpot_s, float) and isinstance(plain_s, float)
-        lines.append(
-            f"{each['shape']:<14}{each['tokens_per_iteration']:>17.3f}{tpot_s * 1e3:>10.2f}{plain_s * 1e3:>11.2f}"
-            f"{each['speedup']:>8.2f}x"
-        )
-    return "\n".join(lines)

@@ -13,17 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
+import numpy as np
 import pytest
 
 from yggc import build as build_module
-from yggc import decide, head_cut, profile, steps
+from yggc import decide, head_cut, profile, simulate_bundle, steps
 from yggc.cli import main
 from yggc.config import BuildOptions
 from yggc.progress import Progress
+from yggc.simulate_bundle import SimulateOptions
 from yggc.stage_cache import StageCache, place_folder, remove_abandoned
 from yggrt.cli import main as run_main
+from yggrt.depth import DEPTH_UNITS, DepthNetwork
 from yggrt.errors import BuildError
-from yggrt.plan import Plan, read_manifest, read_plan, write_plan
+from yggrt.latency import LatencyPoint
+from yggrt.plan import DepthFigures, HostSeconds, Plan, TreePolicy, read_manifest, read_plan, write_plan
+from yggrt.schedule import sequential_schedule
 from yggrt.tree import TreeShape
 
 ROOT = Path(__file__).parent.parent.parent
@@ -296,30 +301,100 @@ def test_a_plan_that_does_not_fit_is_refused_in_one_line(toy_bundle, kept, tmp_p
     assert not (tmp_path / "b").exists()
 
 
-def test_a_searched_plan_predicts_and_simulates(toy_bundle, tmp_path, capsys):
+@pytest.fixture
+def idle(monkeypatch):
+    """A machine that is taken to be idle and steady."""
+    monkeypatch.setattr(simulate_bundle, "wait_until_idle", lambda _say: None)
+    monkeypatch.setattr(profile, "UNSTEADY", float("inf"))
+    monkeypatch.setattr(profile, "DRIFT", float("inf"))
+
+
+PROMPTS = '{"prompt": "the world"}\n{"prompt": "a tree"}\n{"prompt": "water"}\n'
+
+
+def test_a_searched_plan_predicts_and_simulates(toy_bundle, idle, tmp_path, capsys):
     plan = read_plan(toy_bundle.searched / "plan.ygg")
     assert plan.prediction is not None and plan.calibration is not None and plan.token_s is not None
     assert plan.prediction.speedup >= 0.95
     prompts = tmp_path / "p.jsonl"
-    prompts.write_text('{"prompt": "the world"}\n{"prompt": "a tree"}\n')
+    prompts.write_text(PROMPTS)
     command = ["simulate", str(toy_bundle.path), "--prompts", str(prompts), "--max-new-tokens", "24"]
-    assert main([*command, "--shape", "2,2,3", "--shape", "8,4,16"]) == 0
-    out = capsys.readouterr().out
-    assert "2,2,3" in out and "8,4,16" in out
-    assert main([*command, "--shape", "3,1,2"]) == 1
-    assert "no draft of width 3" in capsys.readouterr().err
+    assert main([*command, "--shape", "2,2,3", "--shape", "3,1,2", "--run"]) == 0  # the build timed no width of 3
+    captured = capsys.readouterr()
+    assert "2,2,3" in captured.out and "3,1,2" in captured.out and captured.out.count("TPOT off by") == 2
+    assert "when the plan was made" in captured.err
+    assert main([*command, "--shape", "8,40,16"]) == 1
+    assert "were compiled" in capsys.readouterr().err
 
 
-def test_simulated_tokens_per_iteration_are_those_of_the_bench(toy_bundle, tmp_path, capsys):
+def test_simulated_tokens_per_iteration_are_those_of_the_bench(toy_bundle, idle, tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"
-    prompts.write_text('{"prompt": "the world"}\n{"prompt": "a tree"}\n{"prompt": "water"}\n')
-    for shape in ("1,1,2", "4,2,4", "8,4,16"):
+    prompts.write_text(PROMPTS)
+    for shape in ("1,1,2", "3,2,4", "8,4,16"):
         limits = ["--prompts", str(prompts), "--max-new-tokens", "40"]
         capsys.readouterr()
         assert main(["simulate", str(toy_bundle.path), *limits, "--shape", shape, "--json"]) == 0
         simulated = json.loads(capsys.readouterr().out)[0]["tokens_per_iteration"]
         assert run_main(["bench", str(toy_bundle.path), *limits, "--shape", shape, "--json", str(tmp_path / "o")]) == 0
         assert json.loads((tmp_path / "o").read_text())["acceptance_length"] == pytest.approx(simulated, rel=1e-6)
+
+
+def with_choices(plan: Plan, hidden_size: int) -> Plan:
+    """The plan, choosing in every iteration, by made-up times and a network that learned nothing."""
+    policy = TreePolicy(
+        4, (0, 1, 2, 4), (1, 2, 4, 9), plan.acceptance_table.num_ranks, plan.policy.draft_vocabulary, TreeShape(4, 2, 9)
+    )
+    curves = [LatencyPoint("verify", width, 0, 128, 1e-3 * (1 + 0.06 * width), 0.0) for width in policy.verify_widths]
+    curves += [LatencyPoint("draft", 4, depth, 128, 1e-4 * depth, 0.0) for depth in policy.draft_depths[1:]]
+    chance = np.random.default_rng(3)
+    first = chance.normal(size=(hidden_size + 1, DEPTH_UNITS)).astype(np.float32)
+    second = chance.normal(size=(DEPTH_UNITS + 1, 4)).astype(np.float32) / 8
+    network = DepthNetwork.of_arrays(policy.draft_depths, (1, 2, 4, 9), first, second)
+    return replace(
+        plan, policy=policy, curves=tuple(curves), host=HostSeconds(1e-5, 2e-5), token_s=1e-3, depth_network=network,
+        depth_figures=DepthFigures(2, 1.1, 1.1, 1.1, 1.2, 2.0, 2.0),
+        schedule=sequential_schedule(plan.num_threads, depth=True), schedule_study=None,
+    )  # fmt: skip
+
+
+def test_a_plans_own_choices_are_simulated_as_the_bench_runs_them(
+    toy_bundle, kept, idle, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("yggrt.bundle.follows_clock", lambda _plan: False)  # else choices follow what iterations take
+    hidden_size = json.loads((toy_bundle.verifier / "config.json").read_text())["hidden_size"]
+    write_plan(tmp_path / "p.ygg", with_choices(read_plan(toy_bundle.searched / "plan.ygg"), hidden_size))
+    bundle = tmp_path / "b"
+    assert build_again(toy_bundle, bundle, "--plan", str(tmp_path / "p.ygg")) == 0
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(PROMPTS)
+    limits = ["--prompts", str(prompts), "--max-new-tokens", "60"]
+    capsys.readouterr()
+    assert main(["simulate", str(bundle), *limits, "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)[0]["tokens_per_iteration"]
+    assert run_main(["bench", str(bundle), *limits, "--json", str(tmp_path / "o")]) == 0
+    benched = json.loads((tmp_path / "o").read_text())
+    assert benched["acceptance_length"] == pytest.approx(simulated, rel=1e-6)
+    assert sum(count > 0 for count in benched["depth_histogram"]) > 1
+
+
+def test_a_simulation_goes_by_what_steps_take_now(toy_bundle, idle, tmp_path, monkeypatch):
+    """On a machine of half the speed everything takes twice as long, and the plan chooses as it did."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(PROMPTS)
+    plan = read_plan(toy_bundle.searched / "plan.ygg")
+
+    def simulated(slower: float) -> dict[str, object]:
+        points = tuple(replace(point, seconds=point.seconds * slower) for point in plan.curves)
+        host = HostSeconds(plan.host.plain_s * slower, plan.host.speculative_s * slower)
+        now = profile.LatencyProfile(points, host, ())
+        monkeypatch.setattr(simulate_bundle, "measure_steps", lambda *_, **__: now)
+        options = SimulateOptions(toy_bundle.searched, prompts, max_new_tokens=30)
+        return simulate_bundle.simulate_bundle(options, lambda _line: None)[0]
+
+    usual, slow = simulated(1.0), simulated(2.0)
+    for name in ("tpot_s", "plain_tpot_s"):
+        assert slow.pop(name) == pytest.approx(2 * usual.pop(name))
+    assert slow == pytest.approx(usual)
 
 
 def test_threads_default_to_all_cores():

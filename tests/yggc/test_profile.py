@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from time import sleep
 
 import pytest
@@ -96,7 +95,7 @@ def test_only_what_counts_is_a_steps_time(verifier):
 
     decoder.stages = {**decoder.stages, **{name: waiting(name) for name in slow}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile, "time_in_turns", partial(time_in_turns, repeats=1))
+        patch.setattr(profile, "time_in_turns", lambda runs, _repeats, **more: time_in_turns(runs, 1, **more))
         patch.setattr(profile, "HOST_REPEATS", 1)
         found = measure_steps(engine)
     assert all(point.seconds < waited for point in found.points if point.role == "verify")
