@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from yggc.checkpoints import Checkpoint, load_model, open_checkpoint
+from yggc.distill_copying import build_copying_head, can_copy
 from yggc.distill_data import ANSWER_LIMIT, ROLE_ANSWER, Block, Decoder, PromptSource, PromptTable
 from yggc.distill_training import WARMUP_STEPS, Trainer, drafter_config, make_drafter, mlp_size
 from yggc.room import available_memory
@@ -165,6 +166,8 @@ class _Run:
     def finish(self) -> DistillReport:
         blocks = self._write_text()
         drafter = self._begin_drafter()
+        if can_copy(drafter.config):
+            build_copying_head(drafter, blocks)
         self._decoder_now = None
         del self._verifier
         if self._device.type == "cuda":

@@ -20,7 +20,7 @@ import jinja2.sandbox
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from yggc.checkpoints import Checkpoint
@@ -238,6 +238,21 @@ class Block:
     @classmethod
     def load(cls, path: Path, device: torch.device) -> Block:
         return cls(**load_file(path, device=str(device)))
+
+
+def run_rows(drafter: LlamaForCausalLM, block: Block) -> Tensor:
+    """Last hidden states of a drafter at every slot of a block, float[rows, length, hidden]."""
+    starts = block.starts.long()
+    length = starts.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril()
+    mask = (starts[:, None, :, None] == starts[:, None, None, :]) & causal
+    hidden: Tensor = drafter.model(
+        input_ids=block.tokens.long(),
+        position_ids=torch.arange(length, device=starts.device) - starts,
+        attention_mask=mask,
+        use_cache=False,
+    ).last_hidden_state
+    return hidden
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from yggc.distill_data import ROLE_ANSWER, Block, top_tokens
+from yggc.distill_copying import Guide, can_copy
+from yggc.distill_data import ROLE_ANSWER, Block, run_rows, top_tokens
 
 WARMUP_STEPS = 100
 MATRIX_RATE, EMBEDDING_RATE = 4e-3, 2e-3  # peak learning rates of Muon and AdamW
@@ -29,6 +30,7 @@ SLOT_WEIGHT = (0.5, 0.5, 1.0)  # of a slot that is learned from, by role
 HELD_OUT_SHARE = 0.02  # of the rows, for measuring agreement
 HELD_OUT_SLOTS = 1 << 17
 DRAWN_TOKENS = 4096  # that stand for all tokens which no target of a step holds; on the CPU
+GUIDE_WEIGHT = 0.3  # of the copying head's term of the loss
 EMBEDDING_SCALE = 0.05
 MATRIX_SCALE = 0.06
 
@@ -187,6 +189,7 @@ class Trainer:
         self._drawn = 0 if cuda else DRAWN_TOKENS
         self._chunk = 1 << 13 if cuda else 1 << 9
         self._split(blocks)
+        self._guide = Guide(drafter) if can_copy(drafter.config) else None
         self._terms = self._compiled_terms(blocks[0].top_ids.shape[2]) if cuda else _head_terms
         named = dict(drafter.named_parameters())
         matrices = [value for name, value in named.items() if value.dim() == 2 and "embed" not in name]
@@ -255,7 +258,8 @@ class Trainer:
                 group["lr"] = rate * factor
         pool, rows = self._batch(step)
         generator = torch.Generator(self._device).manual_seed(self._seed * 1_000_003 + step)
-        hidden, roles, ids, logprobs = self._forward(_rows(pool, rows))
+        block = _rows(pool, rows)
+        hidden, roles, ids, logprobs = self._forward(block)
         kept = torch.rand(roles.shape, device=self._device, generator=generator) < self._by_role(KEPT_SHARE, roles)
         kept = kept.nonzero()[:, 0]
         scale = self._by_role(SLOT_WEIGHT, roles)[kept]
@@ -263,7 +267,8 @@ class Trainer:
         target[:, 0] += HARD_SHARE
         loss = self._loss(hidden.index_select(0, kept), ids[kept].long(), target, scale, generator)
         total = scale.sum().clamp(min=1)
-        (loss / total).backward()
+        guided = 0.0 if self._guide is None else GUIDE_WEIGHT * self._guide.loss(block)
+        (loss / total + guided).backward()
         nn.utils.clip_grad_norm_(self._drafter.parameters(), 1.0)
         for optimizer in self._optimizers:
             optimizer.step()
@@ -275,17 +280,8 @@ class Trainer:
 
     def _forward(self, block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Hidden states of every slot of a block, and its roles, ids and log-probabilities, one slot a row."""
-        starts = block.starts.long()
-        length = starts.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=self._device).tril()
-        mask = (starts[:, None, :, None] == starts[:, None, None, :]) & causal
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype == torch.bfloat16):
-            hidden = self._drafter.model(
-                input_ids=block.tokens.long(),
-                position_ids=torch.arange(length, device=self._device) - starts,
-                attention_mask=mask,
-                use_cache=False,
-            ).last_hidden_state
+            hidden = run_rows(self._drafter, block)
         ids, logprobs = block.top_ids.flatten(0, 1), block.top_logprobs.flatten(0, 1)
         return hidden.to(self._dtype).flatten(0, 1), block.roles.flatten(), ids, logprobs
 
