@@ -33,6 +33,11 @@ from yggrt.tree import PLAIN, TreeShape
 
 TEMPERATURES = (0.6, 1.0)
 FIT_TEXTS, HELD_OUT_TEXTS = 16, 12
+FIT_RUNS, HELD_OUT_RUNS = 5, 4
+"""How often each of them is answered at every temperature."""
+STUDY_S = 60.0
+"""About what the answers may take in all; where they would take longer, fewer texts are used, LEAST_TEXTS at least."""
+LEAST_TEXTS = 6
 SCREENED_TEXTS = 5
 """Of the fit ones, that every tree of favourites is tried on."""
 ORDERS = 4
@@ -52,6 +57,14 @@ class WarmText:
 
     traced: TracedText
     chances: NDArray[np.float64]
+
+
+def num_texts(answer_tokens: int, plain_s: float) -> tuple[int, int]:
+    """Fit and held-out texts to use. plain_s: seconds of a plain iteration."""
+    answers = len(TEMPERATURES) * (FIT_RUNS * FIT_TEXTS + HELD_OUT_RUNS * HELD_OUT_TEXTS)
+    share = min(1.0, STUDY_S / (answers * answer_tokens * plain_s))
+    fit, held_out = (max(LEAST_TEXTS, round(share * count)) for count in (FIT_TEXTS, HELD_OUT_TEXTS))
+    return fit, held_out
 
 
 def study_temperatures(

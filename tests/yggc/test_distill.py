@@ -254,7 +254,10 @@ def test_a_distilled_drafter_beats_an_untrained_one_and_loads(options, checkpoin
     assert (further.layers, further.hidden) == (1, 32)
 
 
-def test_a_run_gone_on_with_gives_the_weights_of_an_unbroken_one(options, monkeypatch, tmp_path):
+@pytest.mark.parametrize("layers, hidden", [(1, 32), (2, 128)])  # the second has a copying head
+def test_a_run_gone_on_with_gives_the_weights_of_an_unbroken_one(options, layers, hidden, monkeypatch, tmp_path):
+    options = replace(options, layers=layers, hidden=hidden)
+
     class Stop(Exception):
         pass
 

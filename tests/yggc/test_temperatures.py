@@ -141,3 +141,11 @@ def test_what_pays_is_chosen(verifier, kind, cheap, monkeypatch):
     if kind == "always" and cheap:
         assert best.draws and best.prediction.speedup > 1.5 and best.prediction.tokens_per_iteration > 2
     assert not engine.modes
+
+
+def test_a_slow_model_is_studied_on_fewer_texts():
+    assert temperatures.num_texts(64, 0.003) == (16, 12)
+    fit, held_out = temperatures.num_texts(64, 0.006)
+    answers = len(temperatures.TEMPERATURES) * (5 * fit + 4 * held_out)
+    assert 6 < held_out < fit < 16 and answers * 64 * 0.006 == pytest.approx(temperatures.STUDY_S, rel=0.1)
+    assert temperatures.num_texts(64, 1.0) == (6, 6)
