@@ -434,6 +434,20 @@ MUTANTS = (
         "tests/yggc/test_simulate.py",
     ),
     Mutant(
+        "a simulation chooses by today's times instead of the plan's",
+        "yggc/simulate.py",
+        "        return (self.planned or self.times).verify_s(verify_widths, extent)\n",
+        "        return self.times.verify_s(verify_widths, extent)\n",
+        "tests/yggc/test_simulate.py",
+    ),
+    Mutant(
+        "the copying head is taught to look at every place of the next token",
+        "yggc/distill_copying.py",
+        "    copied = seen & (previous[:, None, :] == tokens[:, :, None]) & ",
+        "    copied = seen & ",
+        "tests/yggc/test_distill_copying.py",
+    ),
+    Mutant(
         "the first timed calls are not left out",
         "yggc/profile.py",
         "    for repeat in range(repeats + WARM_UPS):\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,20 @@ def test_a_pace_takes_the_engines_iterations_exactly(verifier, kind):
     engine.pace = make_pace()
     stats = engine.generate(list(text.prompt_ids), max_new_tokens=70, ignore_eos=True).stats
     assert (simulated.tokens, simulated.iterations) == (69, stats.iterations)
+
+
+def test_cuts_are_chosen_by_the_plans_times_and_paid_at_others(verifier):
+    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(2, 4, 9))
+    children = engine.decoder.draft.limits.num_children
+    table = table_tensor(identity_table(children, toy.NUM_KNOTS), children)
+    grown = grow_text(engine, traced(engine, 3, 70), TreeShape(2, 4, 1), table)
+    now = prices_for(engine, WIDTHS, token_s=4.0)
+    points = [LatencyPoint("verify", width, 0, 64, 10.0, 0.0) for width in WIDTHS]  # wide cuts cost nothing more
+    planned = replace(now, planned=StepTimes(points))
+    by_plan, by_now = outcomes(grown, 4, planned), outcomes(grown, 4, now)
+    assert (by_plan.verified == 9).all() and (by_now.verified < 9).any()
+    widest = outcomes(grown, 4, replace(now, verify_widths=(9,)))
+    assert np.array_equal(by_plan.seconds, widest.seconds)
 
 
 def test_an_answer_that_ends_by_itself_ends_the_simulation(verifier):
