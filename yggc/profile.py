@@ -99,8 +99,8 @@ def measure_steps(
     drafts: those to time; DRAFT_WIDTHS at TIMED_DEPTHS where None.
     """
     limits = engine.decoder.draft.limits
-    shapes = drafts_to_time(limits) if drafts is None else drafts
-    points, uncut = time_steps(engine, verify_widths, shapes, extents_of_context(engine.max_context), whole_head)
+    shapes = _drafts_to_time(limits) if drafts is None else drafts
+    points, uncut = time_steps(engine, verify_widths, shapes, _extents(engine.max_context), whole_head)
     return LatencyProfile(points, _time_host(engine), uncut)
 
 
@@ -145,7 +145,7 @@ def time_steps(
     return tuple(points), tuple(uncut)
 
 
-def drafts_to_time(limits: StepLimits) -> list[TreeShape]:
+def _drafts_to_time(limits: StepLimits) -> list[TreeShape]:
     """DRAFT_WIDTHS at TIMED_DEPTHS, as far as a step's limits go."""
     return [
         TreeShape(width, depth, 1)
@@ -208,7 +208,7 @@ def _drift(before: LatencyProfile, after: LatencyProfile) -> float:
     return median(abs(second.seconds / first.seconds - 1) for first, second in pairs)
 
 
-def extents_of_context(max_context: int) -> list[int]:
+def _extents(max_context: int) -> list[int]:
     """Extents to measure at: those of EXTENTS that a request can reach, or all of its context."""
     return [extent for extent in EXTENTS if extent <= max_context] or [max_context]
 
