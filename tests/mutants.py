@@ -41,6 +41,34 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "what may be copied is offered to nodes beside its path too",
+        "yggc/graphs.py",
+        "~(sees & (tree_tokens != copied_tokens[tree_depths])).any(dim=1)",
+        "expand_nodes >= 0",
+        "tests/yggc/test_graphs.py::test_growth_equals_the_oracle_over_the_whole_pool",
+    ),
+    Mutant(
+        "siblings of a copied token keep all of their worth",
+        "yggc/graphs.py",
+        "    left = torch.where(offered, torch.log1p(-log_rate.exp()), 0.0)\n",
+        "    left = torch.zeros_like(log_rate)\n",
+        "tests/yggc/test_graphs.py::test_growth_equals_the_oracle_over_the_whole_pool",
+    ),
+    Mutant(
+        "the first of several matches is copied from instead of the last",
+        "runtime/yggrt/copying.py",
+        "    return (int(ends[-1]) + 1, length) if length else (text.size, 0)\n",
+        "    return (int(ends[0]) + 1, length) if length else (text.size, 0)\n",
+        "tests/yggrt/test_copying.py",
+    ),
+    Mutant(
+        "a request copies from the text of the one before",
+        "runtime/yggrt/executor.py",
+        "        self._guessed = None\n        self._copies.reset()\n",
+        "        self._guessed = None\n",
+        "tests/yggc/test_simulate.py::test_a_fixed_shape_takes_the_engines_iterations_exactly",
+    ),
+    Mutant(
         "what a captured step gave is overwritten by its next launch",
         "runtime/yggrt/cuda.py",
         "        block = self._read.clone()  # the next call writes there again\n",

@@ -61,10 +61,11 @@ def name_of(shape: TreeShape) -> str:
 
 
 @pytest.mark.field(4, 8, 9, 18)
+@pytest.mark.parametrize("copied", [(), toy.COPIED_LOG_A], ids=["drafted", "copied"])
 @pytest.mark.parametrize("kind", toy.DRAFTERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_output_equals_plain_and_hugging_face(verifier, shape, kind):
-    engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, shape)
+def test_output_equals_plain_and_hugging_face(verifier, shape, kind, copied):
+    engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, shape, copied_log_a=copied)
     for length in (1, 2, 23):
         prompt = prompt_of(length, seed=length)
         expected = toy.hf_greedy(verifier, prompt, 30)

@@ -176,7 +176,7 @@ def test_the_compiled_pass_draws_what_the_traced_one_does(toy_bundle, engine, te
     for seed in range(5):
         chooser = TokenChooser(SamplingOptions(temperature=temperature, seed=seed), prompt)
         noise = TokenChooser(SamplingOptions(temperature=temperature, seed=seed), prompt).noise(1, limits.num_drawn)[0]
-        decoder.reset(Drafting(toy.slot_table(limits), temperature, chooser))
+        decoder.reset(Drafting(toy.slot_table(limits), (), temperature, chooser))
         iteration = Iteration(prompt, TreeShape(3, 1, 4))
         for stage in ("head", "grow"):
             decoder.stages[stage](iteration)

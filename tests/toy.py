@@ -7,6 +7,7 @@ A 2-layer random fp32 Llama with a vocabulary of 64, and three drafters: itself 
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -25,6 +26,8 @@ VOCAB_SIZE = 64
 NUM_KNOTS = 33
 MAX_CONTEXT = 192
 DRAFTERS = ("always", "sometimes", "never")
+COPIED_LOG_A = tuple(math.log(rate) for rate in (0.2, 0.5, 0.7, 0.9))
+"""What the text said the last time comes again the likelier the more of it matched."""
 
 
 def make_llama(seed: int, **overrides: object) -> LlamaForCausalLM:
@@ -98,6 +101,7 @@ def make_engine(
     vocabulary: tuple[int, ...] | None = None,
     spare_passes: int = 0,
     network: DepthNetwork | None = None,
+    copied_log_a: tuple[float, ...] = (),
 ) -> Engine:
     """An engine over eager steps. children: K; 1 with a draft width of 1 makes the tree a chain.
 
@@ -117,6 +121,7 @@ def make_engine(
         max_context,
         plain_width,
         network,
+        copied_log_a=copied_log_a,
     )
     return Engine(decoder, shape, codec, frozenset(eos_ids), vocab_size, drafter_context, torch.get_num_threads())
 

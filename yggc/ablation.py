@@ -120,6 +120,7 @@ def eager_engine(compiled: Engine, drafter: Checkpoint, verifier: Checkpoint) ->
             table_tensor(plan.acceptance_table, plan.policy.children_per_node),
             compiled.max_context,
             plan.plain_width,
+            copied_log_a=plan.copied_log_a,
         ),
         compiled.shape,
         compiled.codec,

@@ -50,7 +50,7 @@ from yggc.steps import (
 from yggc.trace import CalibrationTrace, PromptSet, make_trace, read_prompt_set, read_trace, shipped_prompts
 from yggc.train_depth import DepthStudy
 from yggc.versions import check_versions
-from yggrt import accept, depth, executor, lanes, latency, pace, sampling, wire
+from yggrt import accept, copying, depth, executor, lanes, latency, pace, sampling, wire
 from yggrt import schedule as rt_schedule
 from yggrt.artifacts import Step
 from yggrt.bundle import table_tensor
@@ -383,6 +383,7 @@ class Build:
             calibrate,
             simulate,
             search_tree,
+            copying,
             pace,
             prompts=self.prompts.sha256,
             profile=repr(measured),
@@ -402,7 +403,7 @@ class Build:
         if decision.policy.default_shape.draft_depth == 0:
             return None
         entry = self._measured(
-            "train-depth", decide, train_depth, simulate, search_tree, pace, depth, decision=repr(decision),
+            "train-depth", decide, train_depth, simulate, search_tree, copying, pace, depth, decision=repr(decision),
             profile=repr(measured),
         )  # fmt: skip
 
@@ -447,8 +448,8 @@ class Build:
         network = None if self.depth_study is None else self.depth_study.network
         fused = self.fused_steps
         entry = self._measured(
-            "forecast", decide, profile, simulate, pace, depth, decision=repr(decision), network=repr(network),
-            profile=repr(measured),
+            "forecast", decide, profile, simulate, copying, pace, depth, decision=repr(decision),
+            network=repr(network), profile=repr(measured),
             fused=[step.package.parent.name for step in fused],
         )  # fmt: skip
 
@@ -468,7 +469,7 @@ class Build:
         network = None if self.depth_study is None else self.depth_study.network
         fused = [step for step in self.fused_steps if any(graph.fused for graph in made.draft_graphs)]
         entry = self._measured(
-            "schedule", decide, schedule, stages, lanes, rt_schedule, executor, forecast=repr(made),
+            "schedule", decide, schedule, stages, lanes, rt_schedule, executor, copying, forecast=repr(made),
             decision=repr(decision), network=repr(network),
         )  # fmt: skip
 
@@ -476,6 +477,7 @@ class Build:
             engine = self.engine((*self.steps, *fused))
             engine.decoder.draft_width = decision.policy.draft_width
             engine.decoder.table = table_tensor(decision.table, decision.policy.children_per_node)
+            engine.decoder.copied_log_a = decision.copied_log_a
             engine.decoder.plain_width = profile.plain_width(made.points)
             chosen = decide.choose_schedule(engine, decision, network, made, measured, self.trace, self.progress.say)
             (folder / "schedule.ygg").write_bytes(wire.encode(SCHEDULE_FORMAT, chosen))

@@ -1,4 +1,5 @@
-"""The acceptance table: how often a child is the verifier's choice, by its rank and the drafter's probability of it.
+"""The acceptance table: how often a child is the verifier's choice, by its rank and the drafter's probability of it;
+and how often that is what a text said the last time, by how much of it came before then too.
 
 Estimated at nodes on the verifier's path alone, for all K children, grown or not.
 Source: design, section 5, "EGT at temperature 0".
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from yggc.trace import TracedText
 from yggrt.artifacts import LOG_Q_MIN
+from yggrt.copying import LONGEST_MATCH, find_match
 from yggrt.plan import AcceptanceTable
 
 SMALLEST, LARGEST = 1e-4, 0.999
@@ -43,6 +45,26 @@ def table_of(log_q: NDArray[np.float32], hits: NDArray[np.float64], num_ranks: i
     rows += rows[-1:] * (num_ranks - found)
     values = np.log(np.clip(np.stack(rows), SMALLEST, LARGEST))
     return AcceptanceTable(num_ranks, num_knots, LOG_Q_MIN, tuple(float(value) for value in values.ravel()))
+
+
+def fit_copied(texts: Sequence[TracedText]) -> tuple[float, ...]:
+    """Of these texts' answers, by the length of the match: log of how often what followed it the last time comes again.
+
+    Non-decreasing; lengths that never came have the rate of the others.
+    """
+    counts, hits = np.zeros(LONGEST_MATCH), np.zeros(LONGEST_MATCH)
+    for text in texts:
+        tokens = np.array([*text.prompt_ids, *text.answer_ids])
+        for place in range(len(text.prompt_ids), tokens.size):
+            after, length = find_match(tokens[:place])
+            if length:
+                counts[length - 1] += 1
+                hits[length - 1] += tokens[after] == tokens[place]
+    if not counts.any():
+        return ()
+    prior = PRIOR_COUNT * hits.sum() / counts.sum()
+    rates = non_decreasing((hits + prior) / (counts + PRIOR_COUNT), counts + PRIOR_COUNT)
+    return tuple(float(value) for value in np.log(np.clip(rates, SMALLEST, LARGEST)))
 
 
 def by_knots(places: NDArray[np.float64], chances: NDArray[np.float64], num_knots: int) -> NDArray[np.float64]:

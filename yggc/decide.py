@@ -55,10 +55,14 @@ class TriedTree:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the search found. reason: why there is no speculation, empty where there is; tried: the best first."""
+    """What the search found.
+
+    copied_log_a: as in the plan. reason: why there is no speculation, empty where there is. tried: the best first.
+    """
 
     policy: TreePolicy
     table: AcceptanceTable
+    copied_log_a: tuple[float, ...]
     token_s: float
     reason: str
     tried: tuple[TriedTree, ...]
@@ -86,16 +90,18 @@ def search(
     """
     limits = engine.decoder.draft.limits
     table = calibrate.fit_table(traced.fit, limits.num_children, limits.num_knots)
+    copied = calibrate.fit_copied(traced.fit)
     prices = _open_prices(measured, measured.points)
     sample = spread(traced.fit, SCREENED_TEXTS)
 
     def grow(candidate: Candidate, depth: int, everything: bool) -> Sequence[GrownText]:
-        return _grown(engine, traced.fit if everything else sample, candidate, depth, table)
+        return _grown(engine, traced.fit if everything else sample, candidate, depth, table, copied)
 
     found = search_tree.search_tree(candidates(engine), grow, prices)
     decision = Decision(
         policy_of(found.chosen.candidate, found.chosen.depth, found.verify_widths, vocabulary),
         table,
+        copied,
         found.chosen.token_s,
         reason_for_plain(found) if found.chosen.depth == 0 else "",
         tuple(_tried(entry) for entry in found.ranking if entry.depth),
@@ -121,19 +127,20 @@ def _price_whole_head(
     cut = score(
         candidate,
         depth,
-        _grown(engine, texts, candidate, depth, decision.table),
+        _grown(engine, texts, candidate, depth, decision.table, decision.copied_log_a),
         _open_prices(measured, measured.points),
     )
     prices = _open_prices(measured, measured.points_of_whole_head)
     redrawn = [redrafted(whole_head, text) for text in texts]
     table = calibrate.fit_table(redrawn, limits.num_children, limits.num_knots)
-    grown = _grown(whole_head, redrawn, candidate, depth, table)
+    grown = _grown(whole_head, redrawn, candidate, depth, table, decision.copied_log_a)
     whole = score(candidate, depth, grown, prices)
     ranking = (*decision.tried, _tried(whole, whole_head=True))
     if whole.simulated.tpot_s >= cut.simulated.tpot_s or whole.speedup < search_tree.SMALLEST_GAIN:
         return replace(decision, tried=ranking)
     widths = search_tree.used_widths(whole.depth, grown, replace(prices, token_s=whole.token_s))
-    return Decision(policy_of(candidate, depth, widths, None), table, whole.token_s, "", ranking[-1:] + ranking[:-1])
+    policy = policy_of(candidate, depth, widths, None)
+    return Decision(policy, table, decision.copied_log_a, whole.token_s, "", ranking[-1:] + ranking[:-1])
 
 
 def _open_prices(measured: LatencyProfile, points: Sequence[LatencyPoint]) -> Prices:
@@ -143,10 +150,15 @@ def _open_prices(measured: LatencyProfile, points: Sequence[LatencyPoint]) -> Pr
 
 
 def _grown(
-    engine: Engine, texts: Sequence[TracedText], candidate: Candidate, depth: int, table: AcceptanceTable
+    engine: Engine,
+    texts: Sequence[TracedText],
+    candidate: Candidate,
+    depth: int,
+    table: AcceptanceTable,
+    copied_log_a: tuple[float, ...],
 ) -> list[GrownText]:
     tensor = table_tensor(table, candidate.children_per_node)
-    return [grow_text(engine, text, TreeShape(candidate.draft_width, depth, 1), tensor) for text in texts]
+    return [grow_text(engine, text, TreeShape(candidate.draft_width, depth, 1), tensor, copied_log_a) for text in texts]
 
 
 def candidates(engine: Engine) -> dict[Candidate, tuple[int, ...]]:
@@ -201,8 +213,8 @@ def learn_depth(
     longest = max(len(text.answer_ids) for text in traced.fit)
     text_s = longest * prices.times.draft_s(policy.draft_width, menu[-1], EXTENT_BUCKET)
     texts = spread(traced.fit, max(SCREENED_TEXTS, int(GROWTH_S / text_s)))
-    grown = _grown(engine, texts, candidate, menu[-1], decision.table)
-    held_out_grown = _grown(engine, traced.held_out, candidate, menu[-1], decision.table)
+    grown = _grown(engine, texts, candidate, menu[-1], decision.table, decision.copied_log_a)
+    held_out_grown = _grown(engine, traced.held_out, candidate, menu[-1], decision.table, decision.copied_log_a)
     return train_depth.study_depth(texts, grown, traced.held_out, held_out_grown, policy, menu, prices)
 
 
@@ -231,7 +243,8 @@ def forecast(
     parts = []
     for text in traced.held_out:
         expected = None if network is None else network.expected_tokens(text.hidden)
-        parts.append(replay(grow_text(engine, text, deepest, table), shape.draft_depth, prices, chooser, expected))
+        grown = grow_text(engine, text, deepest, table, decision.copied_log_a)
+        parts.append(replay(grown, shape.draft_depth, prices, chooser, expected))
     simulated = add_up(parts)
     prediction = Prediction(simulated.tpot_s, simulated.plain_tpot_s, simulated.tokens_per_iteration)
     return Forecast(graphs, points, prediction)
@@ -288,6 +301,6 @@ def choose_schedule(
     texts = spread(traced.fit, SCREENED_TEXTS)
     candidate = Candidate(policy.draft_width, policy.children_per_node)
     deeper = 1 + policy.draft_width * (shape.draft_depth + 1) <= engine.decoder.draft.limits.max_nodes
-    grown = _grown(engine, texts, candidate, shape.draft_depth + deeper, decision.table)
+    grown = _grown(engine, texts, candidate, shape.draft_depth + deeper, decision.table, decision.copied_log_a)
     chosen, study = schedule.study_schedule(engine, pace, grown, texts, prices, network is not None, say)
     return ChosenSchedule(chosen, study)

@@ -79,6 +79,7 @@ def make_plan(
         schedule=chosen.schedule,
         schedule_study=chosen.study,
         acceptance_table=decision.table,
+        copied_log_a=decision.copied_log_a,
         plain_width=plain_width(forecast.points),
         draft_graphs=forecast.draft_graphs,
         curves=forecast.points,

@@ -5,7 +5,7 @@ the KV cache itself: it writes this step's rows at their slots and attends to th
 transformers is involved, and no code here knows a model family.
 
 Invariant: a step reads the KV rows it moves before it writes any, and writes only at `move_dst` and `slots`.
-Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v4).
+Input and output orders are `yggrt.artifacts.VERIFY_*` and `DRAFT_*` (Step ABI v5).
 """
 
 from __future__ import annotations
@@ -310,6 +310,8 @@ class DraftPass(_CausalStep):
         acceptance_table: Tensor,
         temperature: Tensor,
         noise: Tensor,
+        copied_tokens: Tensor,
+        copied_log_a: Tensor,
         extent: Tensor,
         move_src: Tensor,
         move_dst: Tensor,
@@ -330,6 +332,10 @@ class DraftPass(_CausalStep):
             likely = self.vocabulary(likely)
         child_tokens, places, law = self.operators.draw(likely, log_q, noise, temperature, self.children_per_node)
         log_a = log_acceptance(places, acceptance_table)
+        sees = tree_ancestors[expand_nodes]
+        copies = ~(sees & (tree_tokens != copied_tokens[tree_depths])).any(dim=1)  # nodes of the path that is copied
+        below = tree_depths[expand_nodes] + 1
+        child_tokens, log_a = offer_copied(child_tokens, log_a, copies, copied_tokens[below], copied_log_a[below])
         child_values = tree_values[expand_nodes][:, None] + log_a
         child_parents = expand_nodes[:, None].expand_as(child_tokens)
 
@@ -396,6 +402,8 @@ class FusedDraft(nn.Module):
         acceptance_table: Tensor,
         temperature: Tensor,
         noise: Tensor,
+        copied_tokens: Tensor,
+        copied_log_a: Tensor,
         extent: Tensor,
         move_src: Tensor,
         move_dst: Tensor,
@@ -422,7 +430,7 @@ class FusedDraft(nn.Module):
             added = torch.arange(1 + depth * width, 1 + (depth + 1) * width, **index)
             outputs = self._pass[0](
                 *rows, expand_rows, expand_nodes, added, root, *state, acceptance_table, temperature,
-                noise[expand_nodes], extent, move_src, move_dst, kv_buffers,
+                noise[expand_nodes], copied_tokens, copied_log_a, extent, move_src, move_dst, kv_buffers,
             )  # fmt: skip
             rows, state = outputs[: len(DRAFT_ROWS)], outputs[len(DRAFT_ROWS) : -len(DRAFT_LAWS)]
             laws.append(outputs[-len(DRAFT_LAWS) :])
@@ -488,3 +496,22 @@ def log_acceptance(log_q: Tensor, table: Tensor) -> Tensor:
     rank = torch.arange(table.shape[0], device=table.device)[None, :].expand_as(index)
     log_a = (1.0 - fraction) * table[rank, index] + fraction * table[rank, index + 1]
     return log_a - torch.logsumexp(log_a, dim=-1, keepdim=True).clamp(min=0.0)
+
+
+def offer_copied(
+    child_tokens: Tensor, log_a: Tensor, copies: Tensor, token: Tensor, log_rate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Children with the token that may be copied among them: int64[R, K] and float32[R, K], log a.
+
+    child_tokens, log_a: [R, K], of the drafter. copies: bool[R], nodes that lie on the path that is copied.
+    token, log_rate:     [R], what comes after them there, and how sure that is. It takes the last child's place where
+                         it is not among the children and more likely than that one; the others share what it leaves.
+    """
+    found = child_tokens == token[:, None]
+    last = torch.arange(child_tokens.shape[1], device=child_tokens.device) == child_tokens.shape[1] - 1
+    is_child = found.any(dim=1)
+    offered = copies & (token >= 0) & (is_child | (log_rate > log_a[:, -1]))
+    place = torch.where(is_child[:, None], found, last) & offered[:, None]
+    left = torch.where(offered, torch.log1p(-log_rate.exp()), 0.0)
+    log_a = torch.where(place, torch.maximum(log_a, log_rate[:, None]), log_a + left[:, None])
+    return torch.where(place, token[:, None], child_tokens), log_a

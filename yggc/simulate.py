@@ -43,12 +43,15 @@ class GrownText:
         return self.values.shape[0]
 
 
-def grow_text(engine: Engine, text: TracedText, shape: TreeShape, table: Tensor) -> GrownText:
-    """Grow a tree at every root of a text. table: as the decoder takes it."""
+def grow_text(
+    engine: Engine, text: TracedText, shape: TreeShape, table: Tensor, copied_log_a: Sequence[float] = ()
+) -> GrownText:
+    """Grow a tree at every root of a text. table, copied_log_a: as the decoder takes them."""
     decoder = engine.decoder
     tokens = [*text.prompt_ids, *text.answer_ids]
     first, last = len(text.prompt_ids) + 1, len(tokens)
     table_before, decoder.table = decoder.table, table
+    copied_before, decoder.copied_log_a = decoder.copied_log_a, copied_log_a
     fused_before, decoder.fused = decoder.fused, {}
     values, on_path = [], []
     decoder.reset()
@@ -59,7 +62,7 @@ def grow_text(engine: Engine, text: TracedText, shape: TreeShape, table: Tensor)
             values.append(tree.values.copy())
             on_path.append(nodes_on_path(tree.tokens, tree.parents, tree.depths, tokens[length:]))
     finally:
-        decoder.table, decoder.fused = table_before, fused_before
+        decoder.table, decoder.copied_log_a, decoder.fused = table_before, copied_before, fused_before
         decoder.reset()
     empty = np.zeros((0, shape.capacity))
     return GrownText(

@@ -134,7 +134,8 @@ class _Simulation:
         self.texts.append(text)
         for shape, grown in zip(self._shapes, self._grown, strict=True):
             depth = shape.draft_depth if self._options.shapes else self._plan.policy.draft_depths[-1]
-            grown.append(grow_text(self._engine, text, TreeShape(shape.draft_width, depth, 1), self._table))
+            deepest, copied = TreeShape(shape.draft_width, depth, 1), self._plan.copied_log_a
+            grown.append(grow_text(self._engine, text, deepest, self._table, copied))
         return True
 
     def run_all(self, host: HostSeconds) -> None:

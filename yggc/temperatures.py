@@ -119,7 +119,7 @@ def _study(
         made = Prediction(after.token_s, alone.token_s, max(after.tokens_per_iteration, 1.0))
         found.append(replace(settled, prediction=made))
     none = SampledPolicy(
-        temperature, False, False, PLAIN, (1,), children_per_node, by_rank, host, plain.token_s,
+        temperature, False, False, PLAIN, (1,), children_per_node, by_rank, (), host, plain.token_s,
         Prediction(alone.token_s, alone.token_s, 1.0),
     )  # fmt: skip
     fastest = min(found, key=lambda way: way.token_s)
@@ -245,7 +245,7 @@ def _drawn(
                     least = float(seconds / promised[rows - 1])
                     best = TreeShape(width, depth, rows)
     return SampledPolicy(
-        temperature, False, True, best, (best.verify_width,), children_per_node, table, prices.host, least,
+        temperature, False, True, best, (best.verify_width,), children_per_node, table, (), prices.host, least,
         Prediction(least, prices.token_s, 1.0),
     )  # fmt: skip
 
@@ -257,7 +257,7 @@ def grow_drawn(
     decoder, tokens = engine.decoder, [*text.prompt_ids, *text.answer_ids]
     chooser = TokenChooser(SamplingOptions(temperature=temperature, seed=0), text.prompt_ids)
     lengths = range(len(text.prompt_ids) + 1, len(tokens), ROOT_STRIDE)
-    decoder.reset(Drafting(table, temperature, chooser))
+    decoder.reset(Drafting(table, (), temperature, chooser))
     with engine.its_threads():
         values = [decoder.draft_tree(tokens[:length], shape).values.copy() for length in lengths]
     decoder.reset()
@@ -282,7 +282,7 @@ def _favourites(
     """The best tree of the drafter's favourites, searched as at temperature 0."""
     traced = [text.traced for text in texts]
     limits = engine.decoder.draft.limits
-    tensor = table_tensor(table, children_per_node)
+    tensor, copied = table_tensor(table, children_per_node), calibrate.fit_copied(traced)
     depths_of = {
         Candidate(width, children_per_node): tuple(
             depth for depth in draft_depths(width, limits.max_nodes) if depth <= SHALLOW
@@ -293,7 +293,7 @@ def _favourites(
 
     def grow(candidate: Candidate, depth: int, everything: bool) -> Sequence[GrownText]:
         chosen = traced if everything else traced[:SCREENED_TEXTS]
-        return [grow_text(engine, text, TreeShape(candidate.draft_width, depth, 1), tensor) for text in chosen]
+        return [grow_text(engine, text, TreeShape(candidate.draft_width, depth, 1), tensor, copied) for text in chosen]
 
     assert prices.token_s is not None
     found = search_tree.search_tree(depths_of, grow, replace(prices, token_s=None))
@@ -303,7 +303,7 @@ def _favourites(
         widths = search_tree.fitting(prices.verify_widths, best.candidate, best.depth)
     shape = TreeShape(best.candidate.draft_width, best.depth, widths[-1])
     return SampledPolicy(
-        temperature, False, False, shape, widths, children_per_node, table, prices.host, best.token_s,
+        temperature, False, False, shape, widths, children_per_node, table, copied, prices.host, best.token_s,
         Prediction(best.token_s, prices.token_s, max(best.simulated.tokens_per_iteration, 1.0)),
     )  # fmt: skip
 

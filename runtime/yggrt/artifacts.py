@@ -1,4 +1,4 @@
-"""Step ABI v4 and the compiled artifacts that speak it.
+"""Step ABI v5 and the compiled artifacts that speak it.
 
 An artifact is one AOTInductor package: code alone. Its weights are given to it and shared with other artifacts of the
 same model, and its hot loops are called in a library of kernels. It takes a flat list of tensors in the order written
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from yggrt.errors import ArtifactError
 
-STEP_ABI_VERSION = 4
+STEP_ABI_VERSION = 5
 
 ROWS_PREFIX = "rows_"
 """Begins the name of a constant of which a step reads a few rows, an embedding; it reads the others whole."""
@@ -167,6 +167,9 @@ def draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
                    drafter's law) above it.
     temperature:   0 offers the most likely children, in their order; above it they are drawn without replacement.
     noise:         standard Gumbel numbers for the draws; not looked at with temperature 0.
+    copied_tokens: of a path that may be copied, by depth, the root first; -1 where there is none. A node of the path
+                   offers its next token, in place of its last child where that is not among its children.
+    copied_log_a:  how sure each of them is, given those before it; siblings are worth what that leaves.
     extent:        0, 1, …, S - 1: its length is the number of KV rows read.
     """
     index, real, truth = torch.int64, torch.float32, torch.bool
@@ -192,6 +195,8 @@ def draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
         TensorSpec("acceptance_table", real, (limits.num_children, limits.num_knots)),
         TensorSpec("temperature", real, (1,)),
         TensorSpec("noise", real, ("R", limits.num_drawn)),
+        TensorSpec("copied_tokens", index, (nodes,)),
+        TensorSpec("copied_log_a", real, (nodes,)),
         TensorSpec("extent", index, ("S",)),
         TensorSpec("move_src", index, (limits.max_moves,)),
         TensorSpec("move_dst", index, (limits.max_moves,)),
@@ -221,6 +226,8 @@ def fused_draft_inputs(limits: StepLimits) -> tuple[TensorSpec, ...]:
         TensorSpec("acceptance_table", real, (limits.num_children, limits.num_knots)),
         TensorSpec("temperature", real, (1,)),
         TensorSpec("noise", real, (limits.max_nodes, limits.num_drawn)),
+        TensorSpec("copied_tokens", index, (limits.max_nodes,)),
+        TensorSpec("copied_log_a", real, (limits.max_nodes,)),
         TensorSpec("extent", index, ("S",)),
         TensorSpec("move_src", index, (limits.max_moves,)),
         TensorSpec("move_dst", index, (limits.max_moves,)),

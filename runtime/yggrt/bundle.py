@@ -208,6 +208,7 @@ def _make_decoder(bundle: Bundle, target: Target, uses_graphs: bool) -> Decoder:
         plan.depth_network,
         {int(role.removeprefix("verify.w")): step(role) for role in widths},
         loader.laws,
+        plan.copied_log_a,
     )
 
 
@@ -238,7 +239,7 @@ def make_mode(
     trees = policy.trees(draft_vocabulary)
     pace = Pace(trees, times, policy.host, plain_width, policy.token_s, None, follows_clock)
     table = table_tensor(policy.table, policy.children_per_node)
-    return SampledMode(policy.temperature, policy.draws, policy.shape, table, pace)
+    return SampledMode(policy.temperature, policy.draws, policy.shape, table, pace, policy.copied_log_a)
 
 
 def table_tensor(table: AcceptanceTable, children_per_node: int) -> Tensor:

@@ -76,7 +76,7 @@ class SampledMode:
 
     draws: whether trees are drawn and traversed; else they are the drafter's favourites, and the verifier's own draws
            walk through them.
-    table: of `yggrt.executor.Drafting`; shape, pace: as of `Engine`.
+    table, copied_log_a: of `yggrt.executor.Drafting`; shape, pace: as of `Engine`.
     """
 
     temperature: float
@@ -84,6 +84,7 @@ class SampledMode:
     shape: TreeShape
     table: Tensor
     pace: Pace | None
+    copied_log_a: tuple[float, ...] = ()
 
 
 class Stream:
@@ -363,11 +364,12 @@ class Engine:
         if not sampling.is_greedy and self.modes:
             assert chooser is not None
             mode = min(self.modes, key=lambda mode: abs(math.log(mode.temperature / sampling.temperature)))
-            shape, pace, drafting, verify_width = mode.shape, mode.pace, Drafting(mode.table), None
+            shape, pace, verify_width = mode.shape, mode.pace, None
+            drafting = Drafting(mode.table, mode.copied_log_a)
             if shape.draft_depth == 0 and not options.plain:
                 recorder.notice("decoded plainly, since drafts were not found to pay at this temperature")
             if mode.draws:
-                drafting = Drafting(mode.table, sampling.temperature, chooser)
+                drafting = Drafting(mode.table, (), sampling.temperature, chooser)
         decoder.reset(drafting)
         executor.reset()
         if output.finished:  # nothing was asked for

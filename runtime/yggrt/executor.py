@@ -18,6 +18,7 @@ from torch import Tensor
 
 from yggrt.accept import accept_greedy, walk
 from yggrt.artifacts import DRAFT_LAWS, DRAFT_ROWS, TREE, Step, attention_windows
+from yggrt.copying import Copies
 from yggrt.depth import DepthNetwork
 from yggrt.kvcache import KvCache
 from yggrt.masks import StepMask, prefix_mask
@@ -80,11 +81,13 @@ class Drafting:
     """How a request's trees are drafted.
 
     table:       float32[K, B], log a; see `yggrt.artifacts.draft_inputs`. None for the decoder's own.
+    copied_log_a: of what is copied beside a table, see `yggrt.copying.Copies.path`; nothing where children are drawn.
     temperature: children are drawn at; 0 takes the drafter's favourites.
     chooser:     of the request's tokens, which makes the noise for draws; None where there are none.
     """
 
     table: Tensor | None = None
+    copied_log_a: Sequence[float] = ()
     temperature: float = 0.0
     chooser: TokenChooser | None = None
 
@@ -110,6 +113,7 @@ class Iteration:
     choose_width: ChooseWidth | None = None
     chooser: TokenChooser | None = None
     ahead_depth: int = 0
+    copied: tuple[Tensor, Tensor] | None = None  # see `yggrt.copying.Copies.path`
     drafted: Sequence[Tensor] = ()  # rows and growth state after the last pass
     laws: list[Sequence[Tensor]] = field(default_factory=list)  # that children were drawn from, pass by pass
     num_passes: int = 0
@@ -180,6 +184,7 @@ class Decoder:
 
     fused:      by depth, the graphs that draft a whole tree of `draft_width` at once; other trees grow pass by pass.
     table:      float32[K, B], log a by (rank, log q), of requests that do not bring their own; see `Drafting`.
+    copied_log_a: of what is copied beside it, see `yggrt.copying.Copies.path`; empty copies nothing.
     network:    evaluated inside `verify`; None where no depth was learned.
     laws:       what tokens are drawn with above temperature 0.
     by_width:   steps that run as many rows alone, in place of `verify` in an iteration.
@@ -200,6 +205,7 @@ class Decoder:
         network: DepthNetwork | None = None,
         by_width: Mapping[int, Step] | None = None,
         laws: Laws = REFERENCE,
+        copied_log_a: Sequence[float] = (),
     ) -> None:
         self.verify, self.draft = verify, draft
         self.by_width, self.laws = by_width or {}, laws
@@ -210,6 +216,7 @@ class Decoder:
         for step in (draft, *fused.values()):
             step.bind(drafter_cache.buffers, drafter_cache.layouts, drafter_cache.dtype)
         self.table = table
+        self.copied_log_a = copied_log_a
         self.max_context = max_context
         self.plain_width = plain_width
         sizes = {spec.name: [int(size) for size in spec.sizes] for spec in verify.inputs[-2:]}
@@ -240,6 +247,7 @@ class Decoder:
         self._extents: dict[int, Tensor] = {}
 
         nodes, pool = draft.limits.max_nodes, draft.limits.pool_size
+        self._copies = Copies(max_context, nodes)
         self._root = torch.zeros(2, dtype=torch.int64)
         self._tree_tokens = torch.zeros(nodes, dtype=torch.int64)
         self._root_array, self._tree_tokens_array = self._root.numpy(), self._tree_tokens.numpy()
@@ -280,6 +288,7 @@ class Decoder:
         self.compiled_s = 0.0
         self.num_guessed = 0
         self._guessed = None
+        self._copies.reset()
 
     # Verifier
 
@@ -360,7 +369,7 @@ class Decoder:
         extent = self._extent_tensor(first_position + width + 1)
         self._root_array[:] = 0, extent.numel()  # beyond the slots read: none of them is a node's
         self._run_draft((*rows.unbind(), ancestors), self._range(0, 1), self._range(0, 1), self._range(1, 1),
-                        self._empty_state, self._zeros(1), extent)  # fmt: skip
+                        self._empty_state, self._zeros(1), self._copies.none, extent)  # fmt: skip
 
     def _run_draft(
         self,
@@ -370,6 +379,7 @@ class Decoder:
         new_nodes: Tensor,
         state: Sequence[Tensor],
         noise: Tensor,
+        copied: tuple[Tensor, Tensor],
         extent: Tensor,
         ahead: bool = False,
     ) -> list[Tensor]:
@@ -377,21 +387,22 @@ class Decoder:
         cache, table = self.drafter_cache, self._table()
         started = perf_counter()
         outputs = self.draft(
-            *rows, expand_rows, expand_nodes, new_nodes, self._root, *state, table, self._temperature, noise, extent,
-            cache.move_src, cache.move_dst,
+            *rows, expand_rows, expand_nodes, new_nodes, self._root, *state, table, self._temperature, noise, *copied,
+            extent, cache.move_src, cache.move_dst,
         )  # fmt: skip
         if not ahead:
             self.compiled_s += perf_counter() - started
         cache.moved()
         return outputs
 
-    def _run_fused(self, step: Step, extent: Tensor) -> Sequence[Tensor]:
+    def _run_fused(self, step: Step, copied: tuple[Tensor, Tensor], extent: Tensor) -> Sequence[Tensor]:
         cache, table = self.drafter_cache, self._table()
         noise = self._noise(step.limits.max_nodes)
         started = perf_counter()
         outputs = step(
-            *self._head_rows, self._root, table, self._temperature, noise, extent, cache.move_src, cache.move_dst
-        )
+            *self._head_rows, self._root, table, self._temperature, noise, *copied, extent, cache.move_src,
+            cache.move_dst,
+        )  # fmt: skip
         self.compiled_s += perf_counter() - started
         cache.moved()
         return outputs
@@ -453,6 +464,7 @@ class Decoder:
         if shape.draft_depth == 0:
             return
         num_tokens = len(tokens)
+        iteration.copied = self._copied(tokens)
         if guessed is not None:
             self._root_array[:] = num_tokens - 1, num_tokens
             iteration.drafted, iteration.num_passes = guessed.drafted, 1
@@ -471,9 +483,16 @@ class Decoder:
             first = (*self._head_rows, self._head_ancestors)
             outputs = self._run_draft(
                 first, self._range(1, 1), self._range(0, 1), self._range(1, shape.draft_width), self._empty_state,
-                self._noise(1), self._tree_extent(iteration),
+                self._noise(1), iteration.copied, self._tree_extent(iteration),
             )  # fmt: skip
             iteration.passed(outputs)
+
+    def _copied(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What the tree may copy; nothing where children are drawn, which the law of the draws has to hold."""
+        drafting = self._drafting
+        if drafting.draws:
+            return self._copies.none
+        return self._copies.path(tokens, self.copied_log_a if drafting.table is None else drafting.copied_log_a)
 
     def _fused_graph(self, iteration: Iteration) -> Step | None:
         """The graph with all passes of an iteration; None where there is none, or more passes are to follow."""
@@ -495,8 +514,8 @@ class Decoder:
             return
         if iteration.num_passes == 0:
             fused = self._fused_graph(iteration)
-            assert fused is not None
-            outputs = self._run_fused(fused, self._tree_extent(iteration))
+            assert fused is not None and iteration.copied is not None
+            outputs = self._run_fused(fused, iteration.copied, self._tree_extent(iteration))
             iteration.tree = Tree.of_state(outputs, shape.capacity)
             iteration.laws.append(outputs[len(TREE) :])
             return
@@ -509,9 +528,11 @@ class Decoder:
         """Run the nodes that were added last, and add as many again."""
         width, passes = iteration.shape.draft_width, iteration.num_passes
         rows, state = iteration.drafted[: len(DRAFT_ROWS)], iteration.drafted[len(DRAFT_ROWS) :]
+        assert iteration.copied is not None
         outputs = self._run_draft(
             rows, self._range(0, width), self._range(1 + (passes - 1) * width, width),
-            self._range(1 + passes * width, width), state, self._noise(width), self._tree_extent(iteration), ahead,
+            self._range(1 + passes * width, width), state, self._noise(width), iteration.copied,
+            self._tree_extent(iteration), ahead,
         )  # fmt: skip
         iteration.passed(outputs)
 
@@ -603,8 +624,8 @@ class Decoder:
         empty = self._empty_state
         outputs = self._run_draft(
             (*self._guess_rows, ancestors), self._range(1, 1), self._range(0, 1), self._range(1, shape.draft_width),
-            (self._guess_tokens, empty[1], state[2], *empty[3:]), self._noise(1), self._tree_extent(iteration),
-            ahead=True,
+            (self._guess_tokens, empty[1], state[2], *empty[3:]), self._noise(1), self._copies.none,
+            self._tree_extent(iteration), ahead=True,
         )  # fmt: skip
         for moved in outputs[1:4]:  # positions, slots and visible rows, with the guess as the root
             moved += depth

@@ -26,8 +26,8 @@ from yggrt.schedule import COMPILED, STAGES, StageSchedule
 from yggrt.text import TextSpec
 from yggrt.tree import TreeShape, depths_to_fall_back_to
 
-FORMAT_VERSION = 6
-OLDEST_READABLE_VERSION = 6
+FORMAT_VERSION = 7
+OLDEST_READABLE_VERSION = 7
 
 PLAN_FILE = "plan.ygg"
 MANIFEST_FILE = "bundle.ygg"
@@ -307,6 +307,7 @@ class SampledPolicy:
             the verifier's own draws walk.
     shape:  of the trees; depth 0 is plain decoding. verify_widths: menu of W_v, a single one for trees that are drawn.
     table:  by rank and log q for favourites; by place and minus the entropy of the drafter's law for drawn children.
+    copied_log_a: as the plan's; empty for trees that are drawn, which hold nothing else.
     host:   measured at this temperature. token_s: 1 / lambda. prediction: as the plan's.
     """
 
@@ -317,6 +318,7 @@ class SampledPolicy:
     verify_widths: tuple[int, ...]
     children_per_node: int
     table: AcceptanceTable
+    copied_log_a: tuple[float, ...]
     host: HostSeconds
     token_s: float
     prediction: Prediction
@@ -328,6 +330,8 @@ class SampledPolicy:
             not self.draws or len(self.verify_widths) == 1,
             f"trees that are drawn have one verify width, not the menu {self.verify_widths!s:.80}",
         )
+        _require(not (self.draws and self.copied_log_a), "copied_log_a is given for trees that are drawn")
+        _require_rates(self.copied_log_a)
         self.trees(None)
 
     def trees(self, draft_vocabulary: tuple[int, ...] | None) -> TreePolicy:
@@ -404,6 +408,8 @@ class Plan:
     sku, target, dtype, num_threads: the machine and the number format it was made for; see yggrt.target.
     max_context: positions a request may reach, prompt included.
     schedule_study: what the schedule was chosen by; None where nothing was tried.
+    copied_log_a: by how many of a text's last tokens stood there before, from 1: log of how often what followed them
+                 then is the verifier's choice now; see `yggrt.copying`. Empty where nothing is copied.
     plain_width: rows of the verify step that decodes plainly the fastest; all but one are padding.
     draft_graphs: by depth, ascending; depths that are not named are drafted pass by pass.
     curves:      measured steps: `verify` by width, drafts by width and depth, each at several extents.
@@ -428,6 +434,7 @@ class Plan:
     schedule: StageSchedule
     schedule_study: ScheduleStudy | None
     acceptance_table: AcceptanceTable
+    copied_log_a: tuple[float, ...]
     plain_width: int
     draft_graphs: tuple[DraftGraph, ...]
     curves: tuple[LatencyPoint, ...]
@@ -473,6 +480,7 @@ class Plan:
             _require_depths(self.depth_network, self)
         _require_schedule(self)
         _require_table(self.acceptance_table, self.policy)
+        _require_rates(self.copied_log_a)
 
 
 def encode_plan(plan: Plan) -> bytes:
@@ -676,6 +684,11 @@ def _require_table(table: AcceptanceTable, policy: TreePolicy) -> None:
         policy.children_per_node <= table.num_ranks,
         f"children_per_node={policy.children_per_node} exceeds the {table.num_ranks} ranks of the acceptance table",
     )
+
+
+def _require_rates(copied_log_a: tuple[float, ...]) -> None:
+    wrong = [value for value in copied_log_a if not (math.isfinite(value) and value < 0)]
+    _require(not wrong, f"copied_log_a holds {wrong[:1]}, which is not the log of a chance below 1")
 
 
 def _require_depths(network: DepthNetwork, plan: Plan) -> None:

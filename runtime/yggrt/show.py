@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from yggrt.bundle import Bundle
 from yggrt.cuda import unverified
 from yggrt.plan import DepthFigures, ModelIdentity, Plan, SampledPolicy
@@ -22,6 +24,7 @@ def describe(bundle: Bundle) -> str:
         f"tree        {_tree(plan)}",
         f"depth       {describe_depth(plan)}",
         f"draft head  {_head(plan)}",
+        f"copies      {_copies(plan)}",
         f"schedule    {describe_schedule(plan.schedule)}",
         *(f"  {line}" for line in describe_study(plan)),
         *(
@@ -135,6 +138,13 @@ def _head(plan: Plan) -> str:
     vocabulary = plan.policy.draft_vocabulary
     kept = "all" if vocabulary is None else f"{len(vocabulary)} of"
     return f"{kept} {plan.drafter.vocab_size} tokens"
+
+
+def _copies(plan: Plan) -> str:
+    if not plan.copied_log_a:
+        return "nothing"
+    rates = ", ".join(f"{math.exp(log_a):.0%}" for log_a in plan.copied_log_a)
+    return f"what followed the text's last 1, 2, … tokens before comes again in {rates}"
 
 
 def _model(model: ModelIdentity) -> str:

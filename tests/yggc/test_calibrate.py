@@ -13,7 +13,7 @@ import pytest
 
 from tests import toy
 from yggc import trace as trace_module
-from yggc.calibrate import LARGEST, SMALLEST, fit_table, log_loss, non_decreasing
+from yggc.calibrate import LARGEST, SMALLEST, fit_copied, fit_table, log_loss, non_decreasing
 from yggc.trace import (
     CalibrationTrace,
     TracedText,
@@ -26,6 +26,7 @@ from yggc.trace import (
 )
 from yggrt.artifacts import LOG_Q_MIN
 from yggrt.bench import BenchPrompt
+from yggrt.copying import LONGEST_MATCH
 from yggrt.errors import TraceFormatError
 from yggrt.plan import identity_table
 from yggrt.tree import TreeShape
@@ -65,6 +66,43 @@ def test_a_fitted_table_predicts_other_text_better_than_the_drafters_own_probabi
     table = fit_table([made_text(1500, rule)], 4, 65)
     other = [made_text(1500, rule, seed=1)]
     assert log_loss(other, table) < 0.97 * log_loss(other, identity_table(4, 65))
+
+
+def text_of(prompt: list[int], answer: list[int]) -> TracedText:
+    """A text of which only the tokens matter."""
+    count = len(answer)
+    hidden, gaps, log_q = np.zeros((count, 1), np.float32), np.ones(count, np.float32), np.zeros((count, 1), np.float32)
+    children = np.zeros((count, 1), np.int64)
+    return TracedText("made", False, count, tuple(prompt), tuple(answer), hidden, gaps, children, log_q)
+
+
+def test_how_often_copies_are_right_is_counted_by_the_length_of_the_match():
+    """Answers that go on with what followed the last token, from 1 in 2 to always the longer it has gone well."""
+    chance = random.Random(0)
+    rates = [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.0]
+    texts = []
+    for _ in range(60):
+        prompt = list(range(100, 160))
+        answer, at, length = [], 0, 0
+        for _ in range(80):
+            if length and chance.random() < rates[min(length, LONGEST_MATCH) - 1]:
+                at, length = at + 1, length + 1
+            else:
+                at, length = chance.randrange(40), 1
+            if at >= 60:
+                break
+            answer.append(prompt[at])
+        texts.append(text_of(prompt, answer))
+    found = [math.exp(value) for value in fit_copied(texts)]
+    assert len(found) == LONGEST_MATCH and found == sorted(found)
+    assert found[0] < 0.7 and found[-1] > 0.9 and found[-1] <= LARGEST
+    assert found[1] == pytest.approx(0.6, abs=0.15)
+
+
+def test_a_text_without_repetition_says_nothing_of_copies():
+    assert fit_copied([text_of([1, 2, 3], [4, 5, 6, 7])]) == ()
+    few = [math.exp(value) for value in fit_copied([text_of([1, 2], [1, 2, 9])])]
+    assert few == sorted(few) and all(0.3 < rate < 0.7 for rate in few)
 
 
 def test_a_table_is_clamped_and_grows_with_q_even_from_little_text():

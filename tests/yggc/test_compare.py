@@ -285,7 +285,7 @@ def sampled_engine(verifier):
     ways = tuple(
         SampledPolicy(
             0.9, draws and children == 8, draws, TreeShape(width, 2, 1 + 2 * width), (1 + 2 * width,), children,
-            identity_table(8, toy.NUM_KNOTS), HostSeconds(0.1, 0.1), 1.0, Prediction(1.0, 1.0, 1.0),
+            identity_table(8, toy.NUM_KNOTS), (), HostSeconds(0.1, 0.1), 1.0, Prediction(1.0, 1.0, 1.0),
         )
         for draws, width, children in ((False, 2, 8), (True, 1, 1), (True, 2, 8))
     )  # fmt: skip

@@ -111,7 +111,7 @@ def test_the_guide_sees_the_attention_that_the_model_has():
         -(attention[:, -1] * target).sum(2)[target.any(2)].log().mean()
         for attention, target in zip((attentions[0], attentions[-1]), targets, strict=True)
     )
-    assert guide.loss(block).item() == pytest.approx(float(expected), rel=1e-4)
+    assert guide.loss(block).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_wanted_attention_is_what_the_words_say():

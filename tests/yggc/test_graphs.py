@@ -19,12 +19,29 @@ from yggrt.sampling import SamplingOptions, TokenChooser
 from yggrt.tree import TreeShape
 
 
+def with_copied(children: list[tuple[int, float]], token: int, log_rate: float) -> list[tuple[int, float]]:
+    """Children with a token that may be copied: in its own place, or where it is likelier in that of the last."""
+    tokens = [child for child, _ in children]
+    if token in tokens:
+        place = tokens.index(token)
+    elif log_rate > children[-1][1]:
+        place = len(children) - 1
+    else:
+        return children
+    left = math.log(1.0 - math.exp(log_rate))
+    shared = [(child, log_a + left) for child, log_a in children]
+    shared[place] = (token, max(log_rate, children[place][1]) if token in tokens else log_rate)
+    return shared
+
+
+@pytest.mark.parametrize("copied", [(), toy.COPIED_LOG_A], ids=["drafted", "copied"])
 @pytest.mark.parametrize("shape", [TreeShape(8, 4, 16), TreeShape(3, 5, 16), TreeShape(1, 4, 5), TreeShape(12, 2, 9)])
 @pytest.mark.parametrize("kind", ["always", "never"])
-def test_growth_equals_the_oracle_over_the_whole_pool(verifier, shape, kind):
+def test_growth_equals_the_oracle_over_the_whole_pool(verifier, shape, kind, copied):
     drafter = toy.make_drafter(kind, verifier)
-    decoder = toy.make_engine(drafter, verifier, shape).decoder
-    prompt = [7, 30, 12, 55, 9, 41]
+    decoder = toy.make_engine(drafter, verifier, shape, copied_log_a=copied).decoder
+    prompt = [7, 30, 12, 55, 9, 41, 3, 12, 55]
+    after = [9, 41, 3, 12, 55]  # as the text goes on where 12, 55 stood before
     decoder.prefill(prompt)
     tree = decoder.draft_tree(prompt, shape)
     num_children = decoder.draft.limits.num_children
@@ -33,21 +50,27 @@ def test_growth_equals_the_oracle_over_the_whole_pool(verifier, shape, kind):
         with torch.no_grad():
             logits = drafter(torch.tensor([[*prompt, *path]]), use_cache=False).logits[0, -1]
         best = torch.topk(torch.log_softmax(logits, -1), num_children)
-        return list(zip(best.indices.tolist(), best.values.clamp(min=LOG_Q_MIN).tolist(), strict=True))
+        found = list(zip(best.indices.tolist(), best.values.clamp(min=LOG_Q_MIN).tolist(), strict=True))
+        depth = len(path)
+        if not copied or list(path) != after[:depth]:
+            return found
+        rate = copied[min(2 + depth, len(copied)) - 1]
+        return with_copied(found, after[depth], rate)
 
     tokens, parents, values = oracle.grow(children, shape.draft_width, shape.draft_depth, num_children)
     assert tree.tokens.tolist()[1:] == tokens[1:]
     assert tree.parents.tolist() == parents
+    assert kind == "always" or not copied or set(after[: shape.draft_depth]) <= set(tokens)
     assert tree.values.tolist() == pytest.approx(values, abs=1e-3)
     assert tree.depths.tolist() == [len(oracle.ancestors(parents, node)) - 1 for node in range(len(parents))]
 
 
 @pytest.mark.parametrize("shape", [TreeShape(8, 4, 16), TreeShape(3, 2, 5)])
-@pytest.mark.parametrize("prompt", [[7], [7, 30, 12, 55, 9, 41]])
+@pytest.mark.parametrize("prompt", [[7], [7, 30, 12, 55, 9, 41], [7, 30, 12, 55, 9, 30, 12]])
 @pytest.mark.parametrize("vocabulary", [None, tuple(range(1, 64, 2))])
 def test_a_fused_draft_grows_the_tree_of_single_passes(verifier, shape, prompt, vocabulary):
     drafter = toy.make_drafter("sometimes", verifier)
-    decoder = toy.make_engine(drafter, verifier, shape, vocabulary=vocabulary).decoder
+    decoder = toy.make_engine(drafter, verifier, shape, vocabulary=vocabulary, copied_log_a=toy.COPIED_LOG_A).decoder
     limits = decoder.draft.limits
     _, one_pass = toy.make_steps(drafter, verifier, limits, vocabulary=vocabulary)
     fused = fused_draft(one_pass, shape.draft_width, shape.draft_depth)
@@ -83,7 +106,7 @@ def test_a_fused_draft_draws_the_tree_of_single_passes(verifier, shape, vocabula
         for graphs in ({}, {shape.draft_depth: step}):
             decoder.fused = graphs
             chooser = TokenChooser(SamplingOptions(temperature=0.8, seed=seed), prompt)
-            decoder.reset(Drafting(toy.slot_table(limits), 0.8, chooser))
+            decoder.reset(Drafting(toy.slot_table(limits), (), 0.8, chooser))
             iteration = Iteration(prompt, shape)
             for stage in ("head", "grow"):
                 decoder.stages[stage](iteration)
@@ -126,7 +149,7 @@ def test_children_are_drawn_from_the_drafters_law_at_the_temperature(verifier, t
     counts = np.zeros(limits.num_drawn)
     for seed in range(400):
         chooser = TokenChooser(SamplingOptions(temperature=temperature, seed=seed), prompt)
-        decoder.reset(Drafting(toy.slot_table(limits), temperature, chooser))
+        decoder.reset(Drafting(toy.slot_table(limits), (), temperature, chooser))
         tree = decoder.draft_tree(prompt, TreeShape(2, 1, 3))
         first, second = tree.tokens[1:].tolist()
         assert first != second

@@ -230,11 +230,16 @@ def test_linears_with_one_input_lie_below_one_another_in_the_order_of_the_graph(
 
 
 def draft_arguments(step: StepModule, extent: int) -> list[Tensor]:
-    """A root at position 11 with the token before it, over an empty tree."""
+    """A root at position 11 with the token before it, over an empty tree, and a path that may be copied."""
     flat = example_inputs(step, {"W": 2, "S": extent, "R": 1, "A": SHAPE.draft_width})
     table = identity_table(LIMITS.num_children, LIMITS.num_knots)
+    tokens, path = torch.randint(0, toy.VOCAB_SIZE, (2,)), torch.randint(0, toy.VOCAB_SIZE, (LIMITS.max_nodes,))
+    path[0] = tokens[1]
     values = {
-        "tokens": torch.randint(0, toy.VOCAB_SIZE, (2,)),
+        "tokens": tokens,
+        "tree_tokens": torch.where(torch.arange(LIMITS.max_nodes) == 0, path, 0),
+        "copied_tokens": path,
+        "copied_log_a": torch.full((LIMITS.max_nodes,), -0.5),
         "positions": torch.tensor([10, 11]),
         "slots": torch.tensor([11, 12]),
         "num_visible": torch.tensor([11, 12]),

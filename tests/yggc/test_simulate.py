@@ -41,18 +41,19 @@ def prices_for(engine, verify_widths, token_s=None) -> Prices:
     return Prices(StepTimes(points), HostSeconds(0.0, 0.5), 1, verify_widths, token_s)
 
 
+@pytest.mark.parametrize("copied", [(), toy.COPIED_LOG_A], ids=["drafted", "copied"])
 @pytest.mark.parametrize("kind", ["sometimes", "never"])
 @pytest.mark.parametrize(
     "shape", SHAPES, ids=lambda shape: f"{shape.draft_width}x{shape.draft_depth}v{shape.verify_width}"
 )
-def test_a_fixed_shape_takes_the_engines_iterations_exactly(verifier, kind, shape):
-    engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, shape)
+def test_a_fixed_shape_takes_the_engines_iterations_exactly(verifier, kind, shape, copied):
+    engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, shape, copied_log_a=copied)
     children = engine.decoder.draft.limits.num_children
     table = table_tensor(identity_table(children, toy.NUM_KNOTS), children)
     prices = prices_for(engine, (shape.verify_width,))
     for seed in range(2):
         text = traced(engine, seed, 40)
-        simulated = replay(grow_text(engine, text, shape, table), shape.draft_depth, prices)
+        simulated = replay(grow_text(engine, text, shape, table, copied), shape.draft_depth, prices)
         stats = engine.generate(list(text.prompt_ids), max_new_tokens=40, ignore_eos=True).stats
         assert (simulated.tokens, simulated.iterations) == (39, stats.iterations)
 

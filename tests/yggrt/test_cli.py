@@ -131,10 +131,10 @@ def test_check_and_show(toy_bundle, capsys):
     code, out, _ = run(capsys, "check", toy_bundle.path)
     assert code == 0 and "loads here" in out
     code, out, _ = run(capsys, "show", toy_bundle.path)
-    assert code == 0 and "verify.pt2" in out and "width 4, depth 2" in out and "of depth 2" in out
+    assert code == 0 and "verify.pt2" in out and "width 4, depth 2" in out and "of depth 2" in out and "copies" in out
     code, out, _ = run(capsys, "show", toy_bundle.path, "--json")
     shown = json.loads(out)
-    assert shown["plan"]["policy"]["draft_width"] == 4 and shown["manifest"]["step_abi_version"] == 4
+    assert shown["plan"]["policy"]["draft_width"] == 4 and shown["manifest"]["step_abi_version"] == 5
 
 
 def test_a_run_can_be_traced(toy_bundle, tmp_path, capsys):

@@ -88,6 +88,7 @@ def sample_plan() -> Plan:
         schedule=overlapped(),
         schedule_study=sample_study(),
         acceptance_table=identity_table(8, num_knots=5),
+        copied_log_a=(-1.5, -0.7, -0.1),
         plain_width=4,
         draft_graphs=(DraftGraph(2, False, 0.004, 0.0041), DraftGraph(4, True, 0.0084, 0.0071)),
         curves=(
@@ -109,6 +110,7 @@ def sample_plan() -> Plan:
                 widths,
                 8,
                 identity_table(8, num_knots=5),
+                () if draws else (-2.0, -0.2),
                 HostSeconds(0.0003, 0.0009),
                 0.009,
                 Prediction(0.0095, 0.015, 2.1),
@@ -132,7 +134,7 @@ def sample_manifest() -> Manifest:
     )
     full, sliding = LayerLayout(3, 64, 64, None), LayerLayout(1, 32, 48, 512)
     return Manifest(
-        step_abi_version=4,
+        step_abi_version=5,
         torch_version="2.14.1",
         target="cpu",
         architecture="x86_64",
@@ -273,6 +275,11 @@ def edited(data: bytes, path: str, value: object) -> bytes:
         ("acceptance_table.log_a.0", -math.inf, "finite"),
         ("acceptance_table.log_a", [0.0] * 39, "39 values instead of 8 ranks \\* 5 knots"),
         ("acceptance_table.num_knots", 1, "2 knots"),
+        ("copied_log_a.0", 0.0, "not the log of a chance below 1"),
+        ("sampled.1.copied_log_a.0", 0.0, "not the log of a chance below 1"),
+        ("sampled.0.copied_log_a", [-1.0], "trees that are drawn"),
+        ("copied_log_a.0", math.nan, "finite"),
+        ("copied_log_a.0", -math.inf, "finite"),
         ("acceptance_table.log_q_min", 0.0, "below 0"),
         ("acceptance_table.log_q_min", -16.0, "the draft pass at"),
         ("schedule.stages", [], "lacks the stage head, grow, prune, verify, accept, move, emit"),

@@ -120,8 +120,8 @@ def test_with_one_seed_speculative_and_plain_say_the_same(verifier, kind, shape,
 
 
 def drawing_engine(verifier, kind="sometimes", shape=TREE, **given):
-    """Trees are drawn above temperature 0."""
-    engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, shape, **given)
+    """Trees are drawn above temperature 0, and only those at 0 may copy."""
+    engine = toy.make_engine(toy.make_drafter(kind, verifier), verifier, shape, copied_log_a=toy.COPIED_LOG_A, **given)
     engine.modes = (SampledMode(1.0, True, shape, toy.slot_table(engine.decoder.draft.limits), None),)
     return engine
 
@@ -174,9 +174,10 @@ def test_trees_that_are_drawn_have_the_law_of_plain_sampling(verifier, shape, te
 
 
 @pytest.mark.field(6)
+@pytest.mark.parametrize("copied", [(), toy.COPIED_LOG_A], ids=["drafted", "copied"])
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
-def test_trees_of_favourites_have_it_too(verifier, temperature):
-    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 2, 7))
+def test_trees_of_favourites_have_it_too(verifier, temperature, copied):
+    engine = toy.make_engine(toy.make_drafter("sometimes", verifier), verifier, TreeShape(4, 2, 7), copied_log_a=copied)
     asked = {"max_new_tokens": 3, "ignore_eos": True, "temperature": temperature}
     found = Counter(engine.generate(PROMPT, seed=seed, **asked).token_ids for seed in range(300))
     assert_law(found, exact_law(verifier, SamplingOptions(temperature=temperature), 3))

@@ -161,7 +161,7 @@ def test_a_superset_host_loads_a_bundle_in_silence():
 @pytest.mark.parametrize(
     "changes, torch_version, message",
     [
-        ({"step_abi_version": 5}, "2.14.1", "step ABI version 5; this runtime speaks 4"),
+        ({"step_abi_version": 4}, "2.14.1", "step ABI version 4; this runtime speaks 5"),
         ({"architecture": "aarch64"}, "2.14.1", "compiled for cpu aarch64; this is cpu x86_64 \\(Some CPU\\)"),
         (
             {"target": "cuda", "architecture": "sm_90", "kernels": None},
