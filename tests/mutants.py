@@ -174,6 +174,13 @@ MUTANTS = (
         "tests/yggrt/test_lanes.py::test_waits_hold_under_any_delay",
     ),
     Mutant(
+        "lanes keep their threads beside steps that are called from outside",
+        "runtime/yggrt/engine.py",
+        "        self.executor.close()\n        with _threads(self.num_threads):\n",
+        "        with _threads(self.num_threads):\n",
+        SCHEDULES + "test_steps_called_from_outside_have_no_other_lanes_threads_beside_them",
+    ),
+    Mutant(
         "a round given up leaves stages running",
         "runtime/yggrt/lanes.py",
         "            last = max(last, self._wait_for_lanes())\n",

@@ -338,3 +338,15 @@ def test_random_schedules_with_random_requests(verifier):
         prompt = prompt_of(chance.randrange(1, 20), chance.randrange(100))
         count = chance.randrange(1, 20)
         assert list(engine.generate(prompt, max_new_tokens=count).token_ids) == toy.hf_greedy(verifier, prompt, count)
+
+
+def test_steps_called_from_outside_have_no_other_lanes_threads_beside_them(verifier):
+    engine = toy.make_engine(toy.make_drafter("always", verifier), verifier, SHAPE, spare_passes=1)
+    engine.use_schedule(next(each for each in SPLIT if len(each.lanes) > 1))
+    before = set(threading.enumerate())
+    expected = engine.generate(prompt_of(6), max_new_tokens=8).token_ids
+    for _ in range(2):
+        assert set(threading.enumerate()) - before
+        with engine.its_threads():
+            assert not set(threading.enumerate()) - before
+        assert engine.generate(prompt_of(6), max_new_tokens=8).token_ids == expected

@@ -180,16 +180,12 @@ class Engine:
         return self.codec is not None and self.codec.spec.chat_template is None
 
     @contextmanager
-    def its_threads(self, cores: int | None = None) -> Iterator[None]:
-        """The compiled steps' number of threads while in it, all of them or `cores`; the caller's afterwards."""
-        wanted, threads_before = cores or self.num_threads, torch.get_num_threads()
-        try:
-            if threads_before != wanted:
-                torch.set_num_threads(wanted)
+    def its_threads(self) -> Iterator[None]:
+        """For calls of compiled steps, or of another engine, from this thread and outside of any request: while in it the
+        steps' number of threads is set, and the threads of other lanes have ended, which would slow them down."""
+        self.executor.close()
+        with _threads(self.num_threads):
             yield
-        finally:
-            if threads_before != wanted:
-                torch.set_num_threads(threads_before)
 
     def generate(
         self,
@@ -331,7 +327,7 @@ class Engine:
         cores = self.num_threads  # for the prompt
         try:
             while True:
-                with self.its_threads(cores):
+                with _threads(cores or self.num_threads):
                     finished = next(rounds, True)
                 if finished:
                     output.finish()
@@ -411,6 +407,19 @@ class Engine:
             for _ in executor.round(run):
                 yield output.finished
             last = current
+
+
+@contextmanager
+def _threads(wanted: int) -> Iterator[None]:
+    """So many threads for this thread's parallel loops while in it; as many as there were afterwards."""
+    before = torch.get_num_threads()
+    try:
+        if before != wanted:
+            torch.set_num_threads(wanted)
+        yield
+    finally:
+        if before != wanted:
+            torch.set_num_threads(before)
 
 
 def _token_id(token: object, vocab_size: int) -> int:
