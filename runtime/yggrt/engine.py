@@ -181,8 +181,8 @@ class Engine:
 
     @contextmanager
     def its_threads(self) -> Iterator[None]:
-        """For calls of compiled steps, or of another engine, from this thread and outside of any request: while in it the
-        steps' number of threads is set, and the threads of other lanes have ended, which would slow them down."""
+        """For calls of compiled steps, or of another engine, from this thread and outside of any request: while in it
+        the steps' number of threads is set, and the threads of other lanes, which would slow them down, have ended."""
         self.executor.close()
         with _threads(self.num_threads):
             yield
