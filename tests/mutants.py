@@ -66,7 +66,7 @@ MUTANTS = (
         "runtime/yggrt/executor.py",
         "        self._guessed = None\n        self._copies.reset()\n",
         "        self._guessed = None\n",
-        "tests/yggc/test_simulate.py::test_a_fixed_shape_takes_the_engines_iterations_exactly",
+        LOSSLESS + "test_a_request_copies_from_its_own_text_alone",
     ),
     Mutant(
         "what a captured step gave is overwritten by its next launch",

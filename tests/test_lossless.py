@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from tests import toy
 from tests.yggc.checkpoint_makers import make_tokenizer
+from yggrt.copying import Copies
 from yggrt.errors import ArtifactError
 from yggrt.executor import Iteration
 from yggrt.text import TextCodec, TextSpec
@@ -284,3 +285,26 @@ def test_a_verifier_with_logits_that_are_not_numbers_is_an_error(verifier):
     engine = toy.make_engine(verifier, broken, TreeShape(2, 2, 3))
     with pytest.raises(ArtifactError, match="not finite"):
         engine.generate(prompt_of(6), max_new_tokens=5)
+
+
+def test_a_request_copies_from_its_own_text_alone(verifier, monkeypatch):
+    engine = toy.make_engine(
+        toy.make_drafter("never", verifier), verifier, TreeShape(2, 2, 5), copied_log_a=toy.COPIED_LOG_A
+    )
+    offered, path = [], Copies.path
+
+    def keep(*args):
+        found = path(*args)
+        offered.append(found[0].tolist())
+        return found
+
+    monkeypatch.setattr(Copies, "path", keep)
+    engine.generate(prompt_of(20, 1) * 2, max_new_tokens=8)
+    own, said = prompt_of(12, 2) * 2, len(offered)
+    engine.generate(own, max_new_tokens=8)
+    later = offered[said:]
+    offered.clear()
+    toy.make_engine(
+        toy.make_drafter("never", verifier), verifier, TreeShape(2, 2, 5), copied_log_a=toy.COPIED_LOG_A
+    ).generate(own, max_new_tokens=8)
+    assert later == offered and any(token >= 0 for tokens in later for token in tokens)
