@@ -263,7 +263,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from yggc.simulate_bundle import SimulateOptions, format_simulations, simulate_bundle
+    from yggc.simulate_bundle import SimulateOptions, format_simulations, json_of, simulate_bundle
     from yggrt.bench import read_shape
 
     wanted = SimulateOptions(
@@ -275,7 +275,7 @@ def _simulate(options: argparse.Namespace) -> int:
         run=options.run,
     )
     found = simulate_bundle(wanted, lambda line: print(line, file=sys.stderr, flush=True))
-    print(json.dumps(found, indent=1) if options.json else format_simulations(found))
+    print(json.dumps(json_of(found), indent=1) if options.json else format_simulations(found))
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -55,8 +55,34 @@ class SimulateOptions:
             raise ValueError(f"max-new-tokens {self.max_new_tokens}: at least 2 are accepted")
 
 
-def simulate_bundle(options: SimulateOptions, say: Callable[[str], object]) -> list[dict[str, object]]:
-    """What each shape would do on a file of prompts. Plain JSON data.
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of all prompts, the first token of each left out: what trees of a shape give, and beside it plain decoding."""
+
+    tokens_per_iteration: float
+    tpot_s: float
+    plain_tpot_s: float
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_tpot_s / self.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedShape:
+    """A shape, or the plan's own choices: simulated and, where it was run, measured.
+
+    off: median over the prompts of measured over simulated seconds, less 1.
+    """
+
+    shape: str
+    simulated: Figures
+    measured: Figures | None
+    off: float | None
+
+
+def simulate_bundle(options: SimulateOptions, say: Callable[[str], object]) -> list[SimulatedShape]:
+    """What each shape would do on a file of prompts.
 
     The verifier answers every prompt once, plainly; the rest is simulated, with steps timed before and after, since the
     machine may be faster or slower now than when the bundle was built. With `run` they are timed right before and after
@@ -90,6 +116,7 @@ def simulate_bundle(options: SimulateOptions, say: Callable[[str], object]) -> l
 class _Ran:
     """What the engine took for an answer from its first to its last token, and its steps around that."""
 
+    iterations: int
     seconds: float
     plain_s: float
     steps: LatencyProfile
@@ -155,7 +182,7 @@ class _Simulation:
             )
             after, _ = time()
             steps = agreed([LatencyProfile(points, host, ()) for points in (before, after)])
-            ran.append(_Ran(_decode_s(speculative), _decode_s(plain), steps))
+            ran.append(_Ran(speculative.iterations, _decode_s(speculative), _decode_s(plain), steps))
 
     def beside_plan(self, now: LatencyProfile) -> str:
         """A line on how fast the machine is."""
@@ -163,13 +190,13 @@ class _Simulation:
         before, after = (float(times.verify_s(rows, EXTENT_BUCKET)[0]) for times in (plan_s, StepTimes(now.points)))
         return f"a plain step takes {1e3 * after:.2f} ms now; it took {1e3 * before:.2f} ms when the plan was made"
 
-    def figures(self, now: LatencyProfile) -> list[dict[str, object]]:
+    def figures(self, now: LatencyProfile) -> list[SimulatedShape]:
         """Of every shape. now: what steps take, where they were not timed around what was run."""
         plan, shapes = self._plan, self._options.shapes
         pace = None if shapes else make_pace(plan)
         network = None if pace is None else plan.depth_network
         planned = StepTimes(plan.curves)
-        found: list[dict[str, object]] = []
+        found: list[SimulatedShape] = []
         for shape, of_texts, ran in zip(self._shapes, self._grown, self._ran, strict=True):
             fixed = shape.verify_width if shapes else plan.schedule.verify_width
             widths = plan.policy.verify_widths if fixed is None else (fixed,)
@@ -180,24 +207,22 @@ class _Simulation:
                 prices = Prices(StepTimes(steps.points), steps.host, plan.plain_width, widths, token_s, planned)
                 expected = None if network is None else network.expected_tokens(text.hidden)
                 parts.append(replay(grown, shape.draft_depth, prices, pace, expected))
-            simulated = add_up(parts)
-            made: dict[str, object] = {
-                "shape": name_of(shape) if shapes else "the plan's",
-                "tokens": simulated.tokens,
-                "iterations": simulated.iterations,
-                "tokens_per_iteration": simulated.tokens_per_iteration,
-                "tpot_s": simulated.tpot_s,
-                "plain_tpot_s": simulated.plain_tpot_s,
-                "speedup": simulated.plain_tpot_s / simulated.tpot_s,
-            }
-            if ran:
-                made["measured_tpot_s"] = sum(each.seconds for each in ran) / simulated.tokens
-                made["measured_plain_tpot_s"] = sum(each.plain_s for each in ran) / simulated.tokens
-                made["measured_over_simulated"] = median(
-                    each.seconds / part.seconds for each, part in zip(ran, parts, strict=True)
-                )
-            found.append(made)
+            total = add_up(parts)
+            simulated = Figures(total.tokens_per_iteration, total.tpot_s, total.plain_tpot_s)
+            name = name_of(shape) if shapes else "the plan's"
+            off = (
+                median(each.seconds / part.seconds for each, part in zip(ran, parts, strict=True)) - 1 if ran else None
+            )
+            found.append(SimulatedShape(name, simulated, _measured(ran, total.tokens) if ran else None, off))
         return found
+
+
+def _measured(ran: Sequence[_Ran], tokens: int) -> Figures:
+    return Figures(
+        tokens / sum(each.iterations for each in ran),
+        sum(each.seconds for each in ran) / tokens,
+        sum(each.plain_s for each in ran) / tokens,
+    )
 
 
 def _decode_s(stats: GenerationStats) -> float:
@@ -210,22 +235,30 @@ def name_of(shape: TreeShape) -> str:
     return f"{shape.draft_width},{shape.draft_depth},{shape.verify_width}"
 
 
-def format_simulations(found: Sequence[dict[str, object]]) -> str:
-    """For people: a line a shape."""
+def format_simulations(found: Sequence[SimulatedShape]) -> str:
+    """For people: a line a shape, and one more where it was run."""
     lines = [f"{'shape':<14}{'tokens/iteration':>17}{'TPOT, ms':>10}{'plain, ms':>11}{'speedup':>9}"]
     for each in found:
-        tpot_s, plain_s = each["tpot_s"], each["plain_tpot_s"]
-        assert isinstance(tpot_s, float) and isinstance(plain_s, float)
-        lines.append(
-            f"{each['shape']:<14}{each['tokens_per_iteration']:>17.3f}{tpot_s * 1e3:>10.2f}{plain_s * 1e3:>11.2f}"
-            f"{each['speedup']:>8.2f}x"
-        )
-        run_s, plain_run_s, over = (
-            each.get(name) for name in ("measured_tpot_s", "measured_plain_tpot_s", "measured_over_simulated")
-        )
-        if isinstance(run_s, float) and isinstance(plain_run_s, float) and isinstance(over, float):
-            lines.append(
-                f"{'  measured':<31}{run_s * 1e3:>10.2f}{plain_run_s * 1e3:>11.2f}{plain_run_s / run_s:>8.2f}x"
-                f"   TPOT off by {over - 1:+.1%} (median of prompts)"
-            )
+        lines.append(f"{each.shape:<14}{_cells(each.simulated)}")
+        if each.measured is not None:
+            off = f"   TPOT off by {each.off:+.1%} (median of prompts)"
+            lines.append(f"{'  measured':<14}{_cells(each.measured)}{off}")
     return "\n".join(lines)
+
+
+def _cells(figures: Figures) -> str:
+    return (
+        f"{figures.tokens_per_iteration:>17.3f}{figures.tpot_s * 1e3:>10.2f}{figures.plain_tpot_s * 1e3:>11.2f}"
+        f"{figures.speedup:>8.2f}x"
+    )
+
+
+def json_of(found: Sequence[SimulatedShape]) -> list[dict[str, object]]:
+    """Plain JSON data."""
+    data = []
+    for each in found:
+        made: dict[str, object] = {"shape": each.shape, **asdict(each.simulated), "speedup": each.simulated.speedup}
+        if each.measured is not None:
+            made["measured"] = {**asdict(each.measured), "speedup": each.measured.speedup, "off": each.off}
+        data.append(made)
+    return data

@@ -36,7 +36,9 @@ FIT_TEXTS, HELD_OUT_TEXTS = 16, 12
 FIT_RUNS, HELD_OUT_RUNS = 5, 4
 """How often each of them is answered at every temperature."""
 STUDY_S = 60.0
-"""About what the answers may take in all; where they would take longer, fewer texts are used, LEAST_TEXTS at least."""
+"""About what all may take; where it would take longer, fewer texts are used, LEAST_TEXTS at least."""
+TREES_SHARE = 0.15
+"""Of that: growing trees of every kind along the texts that are fitted to."""
 LEAST_TEXTS = 6
 SCREENED_TEXTS = 5
 """Of the fit ones, that every tree of favourites is tried on."""
@@ -59,12 +61,23 @@ class WarmText:
     chances: NDArray[np.float64]
 
 
-def num_texts(answer_tokens: int, plain_s: float) -> tuple[int, int]:
-    """Fit and held-out texts to use. plain_s: seconds of a plain iteration."""
+def num_texts(answer_s: float) -> tuple[int, int]:
+    """Fit and held-out texts to use. answer_s: seconds of a plain answer, see `answer_s`."""
     answers = len(TEMPERATURES) * (FIT_RUNS * FIT_TEXTS + HELD_OUT_RUNS * HELD_OUT_TEXTS)
-    share = min(1.0, STUDY_S / (answers * answer_tokens * plain_s))
+    share = min(1.0, (1.0 - TREES_SHARE) * STUDY_S / (answers * answer_s))
     fit, held_out = (max(LEAST_TEXTS, round(share * count)) for count in (FIT_TEXTS, HELD_OUT_TEXTS))
     return fit, held_out
+
+
+def answer_s(texts: Sequence[TracedText], prices: Prices) -> float:
+    """Mean seconds of reading a text's prompt and answering as long as the text did, plainly, by the curves."""
+    seconds = []
+    for text in texts:
+        count = len(text.answer_ids)
+        extent = -(-(len(text.prompt_ids) + count) // EXTENT_BUCKET) * EXTENT_BUCKET
+        reading_s = float(prices.times.verify_s([len(text.prompt_ids)], extent)[0])
+        seconds.append(reading_s + count * prices.plain_s(extent))
+    return float(np.mean(seconds))
 
 
 def study_temperatures(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,8 +145,14 @@ def test_what_pays_is_chosen(verifier, kind, cheap, monkeypatch):
 
 
 def test_a_slow_model_is_studied_on_fewer_texts():
-    assert temperatures.num_texts(64, 0.003) == (16, 12)
-    fit, held_out = temperatures.num_texts(64, 0.006)
+    assert temperatures.num_texts(0.1) == (16, 12)
+    fit, held_out = temperatures.num_texts(0.3)
     answers = len(temperatures.TEMPERATURES) * (5 * fit + 4 * held_out)
-    assert 6 < held_out < fit < 16 and answers * 64 * 0.006 == pytest.approx(temperatures.STUDY_S, rel=0.1)
-    assert temperatures.num_texts(64, 1.0) == (6, 6)
+    assert 6 < held_out < fit < 16 and answers * 0.3 == pytest.approx(0.85 * temperatures.STUDY_S, rel=0.1)
+    assert temperatures.num_texts(60.0) == (6, 6)
+
+
+def test_an_answer_takes_reading_and_every_token(verifier):
+    _, texts = engine_and_texts(verifier, "always", 3)
+    texts = [replace(text, answer_ids=tuple(range(count))) for text, count in zip(texts, (4, 6, 8), strict=True)]
+    assert temperatures.answer_s(texts, prices_of(0.5)) == pytest.approx(10.0 + 0.5 * 5 + 6 * 10.0)
