@@ -266,14 +266,24 @@ void multiply_few(
   }
 }
 
+// A thread's memory for what it does again and again: asking the system for it anew can cost more than the work.
 template <class Item>
-struct Aligned {
-  Item* data;
-  explicit Aligned(int64_t count)
-      : data(static_cast<Item*>(operator new(count * sizeof(Item), std::align_val_t(64)))) {}
-  ~Aligned() { operator delete(data, std::align_val_t(64)); }
-  Aligned(const Aligned&) = delete;
-  Aligned& operator=(const Aligned&) = delete;
+class Kept {
+ public:
+  ~Kept() { operator delete(data_, std::align_val_t(64)); }
+  Item* at_least(int64_t count) {
+    if (count > size_) {
+      operator delete(data_, std::align_val_t(64));
+      data_ = nullptr, size_ = 0;
+      data_ = static_cast<Item*>(operator new(count * sizeof(Item), std::align_val_t(64)));
+      size_ = count;
+    }
+    return data_;
+  }
+
+ private:
+  Item* data_ = nullptr;
+  int64_t size_ = 0;
 };
 
 // outputs[rows, columns], columns from `panel` * PANEL on = sums[rows, PANEL].
@@ -375,30 +385,44 @@ void multiply_levels(const WholeBlock* inputs, int64_t blocks, const uint8_t* pa
     for (int v = 0; v < LEVEL_VECTORS; ++v) _mm512_storeu_ps(sums + row * PANEL + v * LANES, total[row][v]);
 }
 
+constexpr int64_t ROWS_TOGETHER = 64;  // so that their whole numbers stay in the second-level cache
+constexpr int64_t FEW_ROWS = 8;        // that every thread makes whole for itself, rather than wait for another
+
 template <int BITS, class Element>
 void multiply(
     Affine<BITS> kind, const float* inputs, int64_t rows, int64_t features, const uint8_t* weights, int64_t columns,
     Element* outputs) {
   using Packed = decltype(kind);
   const int64_t panels = (columns + PANEL - 1) / PANEL, blocks = features / BLOCK;
+  for (; rows > 0; inputs += ROWS_TOGETHER * features, outputs += ROWS_TOGETHER * columns, rows -= ROWS_TOGETHER) {
+    const int64_t together = std::min(ROWS_TOGETHER, rows), numbers = together * blocks;
+    static thread_local Kept<WholeBlock> kept_for_all;
+    WholeBlock* for_all = together > FEW_ROWS ? kept_for_all.at_least(numbers) : nullptr;
 #pragma omp parallel
-  {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    Aligned<WholeBlock> whole(rows * blocks);
-    for (int64_t index = 0; index < rows * blocks; ++index) to_whole(inputs + index * BLOCK, whole.data[index]);
-    alignas(64) float sums[LEVEL_ROWS * PANEL];
-    for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; ++panel) {
-      const uint8_t* packed = weights + panel * Packed::panel_bytes(features);
-      for (int64_t row = 0; row < rows; row += LEVEL_ROWS) {
-        const int64_t count = std::min<int64_t>(LEVEL_ROWS, rows - row);
-        const WholeBlock* from = whole.data + row * blocks;
-        switch (count) {
-          case 1: multiply_levels<Packed, 1>(from, blocks, packed, sums); break;
-          case 2: multiply_levels<Packed, 2>(from, blocks, packed, sums); break;
-          case 3: multiply_levels<Packed, 3>(from, blocks, packed, sums); break;
-          default: multiply_levels<Packed, LEVEL_ROWS>(from, blocks, packed, sums); break;
+    {
+      static thread_local Kept<WholeBlock> kept;
+      WholeBlock* whole = for_all ? for_all : kept.at_least(numbers);
+      if (for_all) {
+#pragma omp for
+        for (int64_t index = 0; index < numbers; ++index) to_whole(inputs + index * BLOCK, whole[index]);
+      } else {
+        for (int64_t index = 0; index < numbers; ++index) to_whole(inputs + index * BLOCK, whole[index]);
+      }
+      const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+      alignas(64) float sums[LEVEL_ROWS * PANEL];
+      for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; ++panel) {
+        const uint8_t* packed = weights + panel * Packed::panel_bytes(features);
+        for (int64_t row = 0; row < together; row += LEVEL_ROWS) {
+          const int64_t count = std::min<int64_t>(LEVEL_ROWS, together - row);
+          const WholeBlock* from = whole + row * blocks;
+          switch (count) {
+            case 1: multiply_levels<Packed, 1>(from, blocks, packed, sums); break;
+            case 2: multiply_levels<Packed, 2>(from, blocks, packed, sums); break;
+            case 3: multiply_levels<Packed, 3>(from, blocks, packed, sums); break;
+            default: multiply_levels<Packed, LEVEL_ROWS>(from, blocks, packed, sums); break;
+          }
+          put_panel(sums, count, panel, columns, outputs + row * columns);
         }
-        put_panel(sums, count, panel, columns, outputs + row * columns);
       }
     }
   }
@@ -416,13 +440,14 @@ void multiply(
 #pragma omp parallel
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    Aligned<float> sums(rows * PANEL);
+    static thread_local Kept<float> kept;
+    float* sums = kept.at_least(rows * PANEL);
     alignas(64) float decoded[CHUNK * PANEL];
     for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; ++panel) {
       const uint8_t* packed = weights + panel * Packed::panel_bytes(features);
-      std::fill_n(sums.data, rows * PANEL, 0.0f);
+      std::fill_n(sums, rows * PANEL, 0.0f);
       if (rows <= TILE_ROWS) {
-        multiply_few<Packed>(rows, inputs, features, packed, 0, features, sums.data);
+        multiply_few<Packed>(rows, inputs, features, packed, 0, features, sums);
       } else {
         for (int64_t first = 0; first < features; first += CHUNK) {
           const int64_t count = std::min<int64_t>(CHUNK, features - first);
@@ -430,10 +455,10 @@ void multiply(
           for (int64_t row = 0; row < rows; row += TILE_ROWS)
             multiply_few<Decoded>(
                 std::min<int64_t>(TILE_ROWS, rows - row), inputs + row * features + first, features,
-                reinterpret_cast<const uint8_t*>(decoded), 0, count, sums.data + row * PANEL);
+                reinterpret_cast<const uint8_t*>(decoded), 0, count, sums + row * PANEL);
         }
       }
-      put_panel(sums.data, rows, panel, columns, outputs);
+      put_panel(sums, rows, panel, columns, outputs);
     }
   }
 }
@@ -484,6 +509,7 @@ struct AttentionSizes {
   int64_t width, heads, kv_heads, key_dim, value_dim, extent;
   int64_t query_row, query_head, key_head, value_head, mask_row;  // strides, in elements
   float scale;
+  int64_t tiles, stride, first_block, end_block;  // of a KV head; floats of a row's scores; the blocks that are seen
 };
 
 constexpr float INVISIBLE = -20000.0f;  // a mask below it hides its slot
@@ -521,10 +547,13 @@ void turn_keys(const Element* keys, int64_t dim, int64_t count, float* turned) {
       turned[first * LANES + slot] = slot < count ? element(keys, slot * dim + first) : 0.0f;
 }
 
-template <int ROWS>
-inline void score_rows(const float* queries, const float* turned, int64_t dim, float* scores, int64_t stride) {
+// ahead: as many keys as `turned` holds, which are wanted soon; fetched one by one, since a burst would wait for itself.
+template <int ROWS, class Element>
+inline void score_rows(
+    const float* queries, const float* turned, int64_t dim, const Element* ahead, float* scores, int64_t stride) {
   Vector sum[ROWS] = {};
   for (int64_t index = 0; index < dim; ++index) {
+    if (ahead) __builtin_prefetch(ahead + index * LANES);
     const Vector key = load(turned + index * LANES);
 #pragma GCC unroll 4
     for (int row = 0; row < ROWS; ++row) sum[row] += broadcast(queries[row * dim + index]) * key;
@@ -536,10 +565,10 @@ inline void score_rows(const float* queries, const float* turned, int64_t dim, f
 // to[row][at ...] = the values of VECTORS * LANES dimensions, weighed slot after slot, over total[row].
 template <int VECTORS, class Element>
 inline void weigh_values(
-    const AttentionSizes& sizes, const float* seen, int64_t blocks, const float* const* weights, const float* total,
+    const AttentionSizes& sizes, const uint8_t* seen, const float* const* weights, const float* total,
     const Element* values, int64_t count, Element* const* to, int64_t at) {
   Vector sum[VALUE_ROWS][VECTORS] = {};
-  for (int64_t block = 0; block < blocks; ++block) {
+  for (int64_t block = sizes.first_block; block < sizes.end_block; ++block) {
     if (!seen[block]) continue;
     for (int64_t slot = block * LANES; slot < std::min(sizes.extent, (block + 1) * LANES); ++slot) {
       const Element* from = values + slot * sizes.value_dim;
@@ -561,44 +590,49 @@ inline void weigh_values(
       for (int v = 0; v < VECTORS; ++v) put_vector(to[row] + at + v * LANES, sum[row][v] / broadcast(total[row]));
 }
 
-// One KV head and up to QUERY_ROWS rows: row r is query head r / width of the head's group, token r % width.
-template <class Element>
-void attend(
-    const AttentionSizes& sizes, int64_t kv_head, int64_t first_row, const Element* queries, const Element* keys,
-    const Element* values, const Element* mask, Element* outputs, float* scratch) {
-  const int64_t group = sizes.heads / sizes.kv_heads, dim = sizes.key_dim;
-  const int64_t rows = std::min<int64_t>(QUERY_ROWS, group * sizes.width - first_row);
-  const int64_t blocks = (sizes.extent + LANES - 1) / LANES, stride = blocks * LANES;
-  const Element* key = keys + kv_head * sizes.key_head;
-  const Element* value = values + kv_head * sizes.value_head;
-  float* scaled = scratch;                        // [QUERY_ROWS, key_dim]
-  float* turned = scaled + QUERY_ROWS * dim;      // [key_dim, LANES]
-  float* scores = turned + dim * LANES;           // [QUERY_ROWS, stride]
-  float* seen = scores + QUERY_ROWS * stride;     // [blocks]: whether any row sees a slot of it
-  int64_t head[QUERY_ROWS], token[QUERY_ROWS];
-  for (int64_t row = 0; row < QUERY_ROWS; ++row) {  // rows beyond the last repeat it
-    const int64_t index = first_row + std::min(row, rows - 1);
-    head[row] = kv_head * group + index / sizes.width;
-    token[row] = index % sizes.width;
-    for (int64_t index = 0; index < dim; ++index)
-      scaled[row * dim + index] =
-          element(queries, token[row] * sizes.query_row + head[row] * sizes.query_head + index) * sizes.scale;
-  }
+// Up to QUERY_ROWS rows of one KV head: row r of it is query head r / width of the head's group, token r % width.
+// offset: of its first row among those of all tiles.
+struct AttentionTile {
+  int64_t kv_head, rows, offset, head[QUERY_ROWS], token[QUERY_ROWS];
 
+  AttentionTile(const AttentionSizes& sizes, int64_t index) {
+    const int64_t group = sizes.heads / sizes.kv_heads, first = index % sizes.tiles * QUERY_ROWS;
+    kv_head = index / sizes.tiles;
+    rows = std::min<int64_t>(QUERY_ROWS, group * sizes.width - first);
+    offset = kv_head * group * sizes.width + first;
+    for (int64_t row = 0; row < rows; ++row) {
+      head[row] = kv_head * group + (first + row) / sizes.width;
+      token[row] = (first + row) % sizes.width;
+    }
+  }
+};
+
+// Scores of a tile's rows in blocks [first, end), and whether any of them sees a slot of a block.
+// scratch: QUERY_ROWS queries and a block of keys, of key_dim each.
+template <class Element>
+void score(
+    const AttentionSizes& sizes, const AttentionTile& tile, int64_t first, int64_t end, const Element* queries,
+    const Element* keys, const Element* mask, float* scores, uint8_t* seen, float* scratch) {
+  const int64_t dim = sizes.key_dim, stride = sizes.stride, rows = tile.rows;
+  const Element* key = keys + tile.kv_head * sizes.key_head;
+  float* scaled = scratch;
+  float* turned = scaled + QUERY_ROWS * dim;
+  for (int64_t row = 0; row < rows; ++row) {
+    const Element* query = queries + tile.token[row] * sizes.query_row + tile.head[row] * sizes.query_head;
+    for (int64_t index = 0; index < dim; ++index) scaled[row * dim + index] = element(query, index) * sizes.scale;
+  }
   const Vector hidden = broadcast(-INFINITY);
-  Vector largest[QUERY_ROWS];
-  for (Vector& most : largest) most = hidden;
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t first = block * LANES, count = std::min<int64_t>(LANES, sizes.extent - first);
+  for (int64_t block = first; block < end; ++block) {
+    const int64_t slot = block * LANES, count = std::min<int64_t>(LANES, sizes.extent - slot);
     Vector visible[QUERY_ROWS];
     IntVector shown = {};
     for (int64_t row = 0; row < rows; ++row) {
-      const Element* from = mask + token[row] * sizes.mask_row + first;
+      const Element* from = mask + tile.token[row] * sizes.mask_row + slot;
       if (count == LANES) {
         visible[row] = elements(from);
       } else {
         visible[row] = hidden;
-        for (int64_t slot = 0; slot < count; ++slot) visible[row][slot] = element(from, slot);
+        for (int64_t lane = 0; lane < count; ++lane) visible[row][lane] = element(from, lane);
       }
       shown |= visible[row] > INVISIBLE;
     }
@@ -606,67 +640,147 @@ void attend(
     for (int lane = 0; lane < LANES; ++lane) any |= shown[lane];
     seen[block] = any != 0;
     if (!any) continue;
-    prefetch(key + (first + 2 * LANES) * dim, LANES * dim);
-    turn_keys(key + first * dim, dim, count, turned);
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) score_rows<4>(scaled + row * dim, turned, dim, scores + row * stride + first, stride);
-    for (; row < rows; ++row) score_rows<1>(scaled + row * dim, turned, dim, scores + row * stride + first, stride);
-    for (row = 0; row < rows; ++row) {
-      float* at = scores + row * stride + first;
-      const Vector score = visible[row] > INVISIBLE ? load(at) + visible[row] : hidden;
-      store(at, score);
-      largest[row] = largest[row] > score ? largest[row] : score;
+    turn_keys(key + slot * dim, dim, count, turned);
+    float* to = scores + slot;
+    const Element* ahead = key + (slot + 2 * LANES) * dim;
+    for (int64_t row = 0; row < rows; row += 4, ahead = nullptr) {
+      const float* from = scaled + row * dim;
+      switch (std::min<int64_t>(4, rows - row)) {
+        case 1: score_rows<1>(from, turned, dim, ahead, to + row * stride, stride); break;
+        case 2: score_rows<2>(from, turned, dim, ahead, to + row * stride, stride); break;
+        case 3: score_rows<3>(from, turned, dim, ahead, to + row * stride, stride); break;
+        default: score_rows<4>(from, turned, dim, ahead, to + row * stride, stride); break;
+      }
     }
-  }
-  for (int64_t row = 0; row < rows; ++row) {
-    float most = -INFINITY;
-    for (int lane = 0; lane < LANES; ++lane) most = std::max(most, largest[row][lane]);
-    for (int64_t block = 0; block < blocks; ++block)
-      if (seen[block]) {
-        float* at = scores + row * stride + block * LANES;
-        store(at, exponential(load(at) - broadcast(most)));
-      }
-  }
-
-  for (int64_t first_of = 0; first_of < rows; first_of += VALUE_ROWS) {
-    const int64_t count = std::min<int64_t>(VALUE_ROWS, rows - first_of);
-    const float* weights[VALUE_ROWS];
-    for (int64_t row = 0; row < VALUE_ROWS; ++row) weights[row] = scores + (first_of + std::min(row, count - 1)) * stride;
-    float total[VALUE_ROWS] = {};
-    for (int64_t block = 0; block < blocks; ++block)
-      if (seen[block])
-        for (int64_t slot = block * LANES; slot < std::min(sizes.extent, (block + 1) * LANES); ++slot)
-          for (int row = 0; row < VALUE_ROWS; ++row) total[row] += weights[row][slot];
-    Element* to[VALUE_ROWS];
-    for (int64_t row = 0; row < count; ++row)
-      to[row] = outputs + (token[first_of + row] * sizes.heads + head[first_of + row]) * sizes.value_dim;
-    int64_t at = 0;
-    for (; at + VALUE_VECTORS * LANES <= sizes.value_dim; at += VALUE_VECTORS * LANES)
-      weigh_values<VALUE_VECTORS>(sizes, seen, blocks, weights, total, value + at, count, to, at);
-    for (; at + LANES <= sizes.value_dim; at += LANES)
-      weigh_values<1>(sizes, seen, blocks, weights, total, value + at, count, to, at);
-    for (; at < sizes.value_dim; ++at)
-      for (int64_t row = 0; row < count; ++row) {
-        float sum = 0;
-        for (int64_t slot = 0; slot < sizes.extent; ++slot)
-          if (seen[slot / LANES]) sum = std::fma(weights[row][slot], element(value, slot * sizes.value_dim + at), sum);
-        put(to[row] + at, sum / total[row]);
-      }
+    for (int64_t row = 0; row < rows; ++row) {
+      float* at = to + row * stride;
+      store(at, visible[row] > INVISIBLE ? load(at) + visible[row] : hidden);
+    }
   }
 }
 
+// Outputs of up to VALUE_ROWS rows of a tile, from row `first` on. scratch: VALUE_ROWS rows of weights.
 template <class Element>
-void attend_all(
-    const AttentionSizes& sizes, const Element* queries, const Element* keys, const Element* values,
-    const Element* mask, Element* outputs) {
-  const int64_t tiles = (sizes.heads / sizes.kv_heads * sizes.width + QUERY_ROWS - 1) / QUERY_ROWS;
+void weigh(
+    const AttentionSizes& sizes, const AttentionTile& tile, int64_t first, const float* scores, const uint8_t* seen,
+    const Element* values, Element* outputs, float* scratch) {
+  const int64_t count = std::min<int64_t>(VALUE_ROWS, tile.rows - first);
+  const Element* value = values + tile.kv_head * sizes.value_head;
+  const float* weights[VALUE_ROWS];  // rows beyond the last repeat it
+  for (int64_t row = 0; row < VALUE_ROWS; ++row) weights[row] = scratch + std::min(row, count - 1) * sizes.stride;
+  for (int64_t row = 0; row < count; ++row) {
+    const float* from = scores + (first + row) * sizes.stride;
+    Vector largest = broadcast(-INFINITY);
+    for (int64_t block = sizes.first_block; block < sizes.end_block; ++block)
+      if (seen[block]) {
+        const Vector here = load(from + block * LANES);
+        largest = largest > here ? largest : here;
+      }
+    float most = -INFINITY;
+    for (int lane = 0; lane < LANES; ++lane) most = std::max(most, largest[lane]);
+    float* to = scratch + row * sizes.stride;
+    for (int64_t block = sizes.first_block; block < sizes.end_block; ++block)
+      if (seen[block]) store(to + block * LANES, exponential(load(from + block * LANES) - broadcast(most)));
+  }
+  float total[VALUE_ROWS] = {};
+  for (int64_t block = sizes.first_block; block < sizes.end_block; ++block)
+    if (seen[block])
+      for (int64_t slot = block * LANES; slot < std::min(sizes.extent, (block + 1) * LANES); ++slot)
+        for (int row = 0; row < VALUE_ROWS; ++row) total[row] += weights[row][slot];
+  Element* to[VALUE_ROWS];
+  for (int64_t row = 0; row < count; ++row)
+    to[row] = outputs + (tile.token[first + row] * sizes.heads + tile.head[first + row]) * sizes.value_dim;
+  int64_t at = 0;
+  for (; at + VALUE_VECTORS * LANES <= sizes.value_dim; at += VALUE_VECTORS * LANES)
+    weigh_values<VALUE_VECTORS>(sizes, seen, weights, total, value + at, count, to, at);
+  for (; at + LANES <= sizes.value_dim; at += LANES)
+    weigh_values<1>(sizes, seen, weights, total, value + at, count, to, at);
+  for (; at < sizes.value_dim; ++at)
+    for (int64_t row = 0; row < count; ++row) {
+      float sum = 0;
+      for (int64_t block = sizes.first_block; block < sizes.end_block; ++block)
+        if (seen[block])
+          for (int64_t slot = block * LANES; slot < std::min(sizes.extent, (block + 1) * LANES); ++slot)
+            sum = std::fma(weights[row][slot], element(value, slot * sizes.value_dim + at), sum);
+      put(to[row] + at, sum / total[row]);
+    }
+}
+
+// The blocks from the first to the last that any token sees.
+template <class Element>
+void find_visible(const Element* mask, AttentionSizes& sizes) {
   const int64_t blocks = (sizes.extent + LANES - 1) / LANES;
+  auto sees = [&](int64_t block) {
+    const int64_t slot = block * LANES, count = std::min<int64_t>(LANES, sizes.extent - slot);
+    bool any = false;
+    for (int64_t token = 0; token < sizes.width && !any; ++token)
+      for (int64_t lane = 0; lane < count; ++lane)
+        any |= element(mask, token * sizes.mask_row + slot + lane) > INVISIBLE;
+    return any;
+  };
+  sizes.first_block = 0, sizes.end_block = blocks;
+  while (sizes.end_block > 1 && !sees(sizes.end_block - 1)) --sizes.end_block;
+  while (sizes.first_block + 1 < sizes.end_block && !sees(sizes.first_block)) ++sizes.first_block;
+}
+
+constexpr int64_t MANY_TILES = 8;  // for every thread
+
+// Where tiles are many, or come out even, each is one thread's. Where not, threads take even shares of all tiles' blocks,
+// and then of their rows. What is summed, and in which order, is the same.
+template <class Element>
+void attend(
+    AttentionSizes sizes, const Element* queries, const Element* keys, const Element* values, const Element* mask,
+    Element* outputs) {
+  const int64_t head_rows = sizes.heads / sizes.kv_heads * sizes.width, blocks = (sizes.extent + LANES - 1) / LANES;
+  sizes.tiles = (head_rows + QUERY_ROWS - 1) / QUERY_ROWS;
+  sizes.stride = blocks * LANES;
+  find_visible(mask, sizes);
+  const int64_t tiles = sizes.kv_heads * sizes.tiles, num_seen = sizes.end_block - sizes.first_block;
+  const int64_t tile_size = (QUERY_ROWS + LANES) * sizes.key_dim, weights_size = VALUE_ROWS * sizes.stride;
+  const bool apart = tiles >= MANY_TILES * omp_get_max_threads() || tiles % omp_get_max_threads() == 0;
+  static thread_local Kept<float> kept_scores;
+  static thread_local Kept<uint8_t> kept_seen;
+  float* all_scores = apart ? nullptr : kept_scores.at_least(sizes.kv_heads * head_rows * sizes.stride);
+  uint8_t* all_seen = apart ? nullptr : kept_seen.at_least(tiles * blocks);
 #pragma omp parallel
   {
-    Aligned<float> scratch(QUERY_ROWS * (sizes.key_dim + blocks * LANES) + sizes.key_dim * LANES + blocks);
+    static thread_local Kept<float> kept;
+    static thread_local Kept<uint8_t> own_seen;
+    float* scratch = kept.at_least(tile_size + weights_size + (apart ? QUERY_ROWS * sizes.stride : 0));
+    float* weights = scratch + tile_size;
+    if (apart) {
+      float* scores = weights + weights_size;
+      uint8_t* seen = own_seen.at_least(blocks);
 #pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < sizes.kv_heads * tiles; ++item)
-      attend(sizes, item / tiles, item % tiles * QUERY_ROWS, queries, keys, values, mask, outputs, scratch.data);
+      for (int64_t index = 0; index < tiles; ++index) {
+        const AttentionTile tile(sizes, index);
+        score(sizes, tile, sizes.first_block, sizes.end_block, queries, keys, mask, scores, seen, scratch);
+        for (int64_t row = 0; row < tile.rows; row += VALUE_ROWS)
+          weigh(sizes, tile, row, scores, seen, values, outputs, weights);
+      }
+    } else {
+      const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+      const int64_t end = tiles * num_seen * (thread + 1) / threads;
+      for (int64_t at = tiles * num_seen * thread / threads; at < end;) {
+        const int64_t index = at / num_seen, skipped = at % num_seen, count = std::min(num_seen - skipped, end - at);
+        const int64_t first = sizes.first_block + skipped;
+        const AttentionTile tile(sizes, index);
+        score(
+            sizes, tile, first, first + count, queries, keys, mask, all_scores + tile.offset * sizes.stride,
+            all_seen + index * blocks, scratch);
+        at += count;
+      }
+#pragma omp barrier
+      const int64_t groups = (std::min<int64_t>(QUERY_ROWS, head_rows) + VALUE_ROWS - 1) / VALUE_ROWS;  // of a tile
+      for (int64_t at = tiles * groups * thread / threads; at < tiles * groups * (thread + 1) / threads; ++at) {
+        const int64_t index = at / groups, row = at % groups * VALUE_ROWS;
+        const AttentionTile tile(sizes, index);
+        if (row < tile.rows)
+          weigh(
+              sizes, tile, row, all_scores + tile.offset * sizes.stride, all_seen + index * blocks, values, outputs,
+              weights);
+      }
+    }
   }
 }
 
@@ -1189,11 +1303,12 @@ AOTITorchError YGG_OP(linear)(
       multiply(kind, pointer<const float*>(inputs), rows, features, packed, columns, pointer<float*>(*result));
     });
   } else {
-    Aligned<float> wide(rows * features);
+    static thread_local Kept<float> kept;
+    float* wide = kept.at_least(rows * features);
     const uint16_t* from = pointer<const uint16_t*>(inputs);
-    for (int64_t index = 0; index < rows * features; ++index) wide.data[index] = bfloat16_value(from[index]);
+    for (int64_t index = 0; index < rows * features; ++index) wide[index] = bfloat16_value(from[index]);
     with_format(format, [&](auto kind) {
-      multiply(kind, wide.data, rows, features, packed, columns, pointer<uint16_t*>(*result));
+      multiply(kind, wide, rows, features, packed, columns, pointer<uint16_t*>(*result));
     });
   }
   return AOTI_TORCH_SUCCESS;
@@ -1265,14 +1380,14 @@ AOTITorchError YGG_OP(draw)(
   if (allocate(shape, 2, aoti_torch_dtype_int64(), drawn) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
   if (allocate(shape, 2, aoti_torch_dtype_float32(), places) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
   if (allocate(sizes, 2, aoti_torch_dtype_float32(), law) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
-  Aligned<float> keys(width);
-  Aligned<int64_t> order(width);
+  static thread_local Kept<float> keys;
+  static thread_local Kept<int64_t> order;
   for (int64_t row = 0; row < rows; ++row)
     draw_of_row(
         pointer<const int64_t*>(tokens) + row * width, pointer<const float*>(log_q) + row * width,
         pointer<const float*>(noise) + row * width, *pointer<const float*>(temperature), width, count,
         pointer<int64_t*>(*drawn) + row * count, pointer<float*>(*places) + row * count,
-        pointer<float*>(*law) + row * width, keys.data, order.data);
+        pointer<float*>(*law) + row * width, keys.at_least(width), order.at_least(width));
   return AOTI_TORCH_SUCCESS;
 }
 
@@ -1320,10 +1435,10 @@ AOTITorchError YGG_OP(attention)(
   const int64_t shape[] = {sizes.width, sizes.heads, sizes.value_dim};
   if (allocate(shape, 3, type, result) != AOTI_TORCH_SUCCESS) return AOTI_TORCH_FAILURE;
   if (wide)
-    attend_all(sizes, pointer<const float*>(queries), pointer<const float*>(keys), pointer<const float*>(values),
-               pointer<const float*>(mask), pointer<float*>(*result));
+    attend(sizes, pointer<const float*>(queries), pointer<const float*>(keys), pointer<const float*>(values),
+           pointer<const float*>(mask), pointer<float*>(*result));
   else
-    attend_all(sizes, pointer<const uint16_t*>(queries), pointer<const uint16_t*>(keys),
+    attend(sizes, pointer<const uint16_t*>(queries), pointer<const uint16_t*>(keys),
                pointer<const uint16_t*>(values), pointer<const uint16_t*>(mask), pointer<uint16_t*>(*result));
   return AOTI_TORCH_SUCCESS;
 }
