@@ -24,6 +24,9 @@ OUTPUT = LOSSLESS + "test_output_equals_plain_and_hugging_face"
 SCHEDULES = "tests/test_lossless_schedules.py::"
 CACHES = LOSSLESS + "test_after_every_iteration_both_caches_equal_a_fresh_prefill"
 WALK = "tests/yggc/test_kernels.py::test_trees_are_walked_as_the_reference_walks_them"
+ATTENTION = "tests/yggc/test_kernels.py::test_attention_equals_pytorchs"
+THREADS = "tests/yggc/test_kernels.py::test_attention_is_the_same_bits_with_any_number_of_threads"
+PRODUCTS = "tests/yggc/test_kernels.py::test_linear_equals_the_product_in_float64_at_every_width"
 DRAWN = "tests/yggrt/test_sampling.py::test_what_a_seed_draws_depends_on_nothing_but_the_plan"
 WINDOWS = LOSSLESS + "test_sliding_windows_count_positions_not_slots"
 
@@ -334,6 +337,27 @@ MUTANTS = (
         "        chances = self.log_q[node].double().exp()\n",
         "        chances = (0.7 * self.log_q[node].double()).exp()\n",
         WALK,
+    ),
+    Mutant(
+        "the kernels' attention leaves out the last block that is seen",
+        "yggc/kernels/kernels.cpp",
+        "!sees(sizes.end_block - 1)) --sizes.end_block;\n",
+        "!sees(sizes.end_block - 2)) --sizes.end_block;\n",
+        ATTENTION,
+    ),
+    Mutant(
+        "the kernels' attention shares the rows of few heads out wrongly",
+        "yggc/kernels/kernels.cpp",
+        "    offset = kv_head * group * sizes.width + first;\n",
+        "    offset = kv_head * group + first;\n",
+        THREADS,
+    ),
+    Mutant(
+        "the kernels forget the rows beyond the first that are multiplied together",
+        "yggc/kernels/kernels.cpp",
+        "inputs += ROWS_TOGETHER * features, outputs",
+        "outputs",
+        PRODUCTS,
     ),
     Mutant(
         "the kernels' walk draws a child that was turned down again",

@@ -137,7 +137,7 @@ MATRICES += [(kind, 45, features) for kind in PLAIN for features in (1, 100)]
 def test_linear_equals_the_product_in_float64_at_every_width(kernels, kind, columns, features):
     torch.manual_seed(columns)
     matrix = make_matrix(kind, columns, features)
-    for width in (*range(1, 10), 16, 20):
+    for width in (*range(1, 10), 16, 20, 64, 65, 150):
         inputs = torch.randn(width, features)
         exact = inputs.double() @ unpack(matrix).double().t()
         found = kernels.linear(inputs, matrix)
@@ -367,6 +367,42 @@ def test_a_row_of_attention_is_the_same_bits_alone_and_among_any_others(kernels,
         assert torch.equal(inputs.run(kernels.attention, slice(row, row + 1)), whole[row : row + 1])
         assert torch.equal(inputs.run(kernels.attention, slice(row + 1)), whole[: row + 1])
     assert torch.equal(inputs.run(kernels.attention, range(scene[4])[::-1]), whole.flip(0))
+
+
+@pytest.fixture
+def threads():
+    """Sets how many threads loops have; as before afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.field(8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scene", SCENES)
+def test_attention_is_the_same_bits_with_any_number_of_threads(kernels, scene, dtype, threads):
+    torch.manual_seed(11)
+    inputs = Scene(*scene).to(dtype)
+    threads(1)
+    alone = inputs.run(kernels.attention)
+    for count in (2, 3, 5):
+        threads(count)
+        assert torch.equal(inputs.run(kernels.attention), alone)
+
+
+@pytest.mark.field(8)
+@pytest.mark.parametrize("kind", Format)
+def test_a_product_is_the_same_bits_with_any_number_of_threads(kernels, kind, threads):
+    torch.manual_seed(12)
+    matrix = make_matrix(kind, 70, 160)
+    inputs = torch.randn(150, 160)
+    threads(1)
+    alone = kernels.linear(inputs, matrix)
+    for count in (2, 3, 5):
+        threads(count)
+        assert torch.equal(kernels.linear(inputs, matrix), alone)
+        for row in (0, 63, 64, 128, 149):
+            assert torch.equal(kernels.linear(inputs[row : row + 1], matrix), alone[row : row + 1])
 
 
 @pytest.mark.field(8)
