@@ -267,7 +267,7 @@ def draft_at_temperatures(
 ) -> SampledPolicies:
     """Study temperatures above 0 with the drafter that was chosen. engine: of the plan's steps."""
     prices = replace(_open_prices(measured, made.points), token_s=None)
-    num_fit, num_held_out = temperatures.num_texts(temperatures.answer_s(traced.fit, prices))
+    num_fit, num_held_out = temperatures.num_texts(temperatures.mean_answer_s(traced.fit, prices))
     fit, held_out = spread(traced.fit, num_fit), spread(traced.held_out, num_held_out)
     children = decision.policy.children_per_node
     return SampledPolicies(temperatures.study_temperatures(engine, fit, held_out, prices, children, say))

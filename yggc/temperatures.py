@@ -63,14 +63,14 @@ class WarmText:
 
 
 def num_texts(answer_s: float) -> tuple[int, int]:
-    """Fit and held-out texts to use. answer_s: seconds of a plain answer, see `answer_s`."""
+    """Fit and held-out texts to use. answer_s: seconds of a plain answer, see `mean_answer_s`."""
     answers = len(TEMPERATURES) * (FIT_RUNS * FIT_TEXTS + HELD_OUT_RUNS * HELD_OUT_TEXTS)
     share = min(1.0, (1.0 - TREES_SHARE) * STUDY_S / (answers * answer_s))
     fit, held_out = (max(LEAST_TEXTS, round(share * count)) for count in (FIT_TEXTS, HELD_OUT_TEXTS))
     return fit, held_out
 
 
-def answer_s(texts: Sequence[TracedText], prices: Prices) -> float:
+def mean_answer_s(texts: Sequence[TracedText], prices: Prices) -> float:
     """Mean seconds of reading a text's prompt and answering as long as the text did, plainly, by the curves."""
     seconds = []
     for text in texts:
@@ -240,9 +240,13 @@ def _drawn(
     temperature: float,
     table: AcceptanceTable,
 ) -> SampledPolicy:
-    """The best tree of drawn children by what its values promise; a chain where there is one width and one child."""
+    """The best tree of drawn children by what its values promise; a chain where there is one width and one child.
+
+    Of a wider tree three nodes or more are verified where the menu allows: with two it is a chain that costs more.
+    """
     assert prices.token_s is not None
     limits, best, least = engine.decoder.draft.limits, TreeShape(1, 1, 2), math.inf
+    fewest = 2 if children_per_node == 1 else min(3, max(prices.verify_widths))
     tensor = table_tensor(table, children_per_node)
     for width in widths:
         depths = [depth for depth in draft_depths(width, limits.max_nodes) if depth <= SHALLOW]
@@ -254,7 +258,7 @@ def _drawn(
         extents = np.concatenate([each for _, each in grown])
         for depth in depths:
             promised = np.cumsum(-np.sort(-values[:, : 1 + width * depth], axis=1), axis=1).mean(axis=0)
-            for rows in (each for each in prices.verify_widths if 2 <= each <= promised.size):
+            for rows in (each for each in prices.verify_widths if fewest <= each <= promised.size):
                 seconds = np.mean([_iteration_s(prices, width, depth, rows, extent) for extent in extents.tolist()])
                 if seconds / promised[rows - 1] < least:
                     least = float(seconds / promised[rows - 1])

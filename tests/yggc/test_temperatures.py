@@ -136,6 +136,7 @@ def test_what_pays_is_chosen(verifier, kind, cheap, monkeypatch):
     assert {(policy.draws, policy.children_per_node) for policy in found if policy.shape.draft_depth} == {
         (False, 8), (True, 1), (True, 8)
     }  # fmt: skip
+    assert all(policy.shape.verify_width > 2 for policy in found if policy.draws and policy.children_per_node == 8)
     best = found[-1]
     if kind == "never" or not cheap:
         assert best.shape.draft_depth == 0 and best.prediction.speedup == 1.0
@@ -155,4 +156,4 @@ def test_a_slow_model_is_studied_on_fewer_texts():
 def test_an_answer_takes_reading_and_every_token(verifier):
     _, texts = engine_and_texts(verifier, "always", 3)
     texts = [replace(text, answer_ids=tuple(range(count))) for text, count in zip(texts, (4, 6, 8), strict=True)]
-    assert temperatures.answer_s(texts, prices_of(0.5)) == pytest.approx(10.0 + 0.5 * 5 + 6 * 10.0)
+    assert temperatures.mean_answer_s(texts, prices_of(0.5)) == pytest.approx(10.0 + 0.5 * 5 + 6 * 10.0)

@@ -270,6 +270,9 @@ void multiply_few(
 template <class Item>
 class Kept {
  public:
+  Kept() = default;
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
   ~Kept() { operator delete(data_, std::align_val_t(64)); }
   Item* at_least(int64_t count) {
     if (count > size_) {
@@ -1439,7 +1442,7 @@ AOTITorchError YGG_OP(attention)(
            pointer<const float*>(mask), pointer<float*>(*result));
   else
     attend(sizes, pointer<const uint16_t*>(queries), pointer<const uint16_t*>(keys),
-               pointer<const uint16_t*>(values), pointer<const uint16_t*>(mask), pointer<uint16_t*>(*result));
+           pointer<const uint16_t*>(values), pointer<const uint16_t*>(mask), pointer<uint16_t*>(*result));
   return AOTI_TORCH_SUCCESS;
 }
 
