@@ -172,6 +172,20 @@ INDUCTOR_OPTIONS: dict[str, dict[str, Any]] = {
 """By the names of `yggc.config.COMPILE_OPTIONS`. CUDA graphs are captured by the runtime, never by the compiler."""
 
 
+def find_cuda_toolkit() -> Path:
+    """The folder of NVIDIA's CUDA toolkit, as torch finds it. Raises BuildError when there is none."""
+    from torch.utils import cpp_extension  # which looks for it, and warns, when it is imported
+
+    places = [Path(place) for place in (cpp_extension.CUDA_HOME, "/usr") if place]
+    for place in places:
+        if (place / "include" / "cuda.h").is_file():
+            return place
+    raise BuildError(
+        f"no CUDA toolkit found (looked for include/cuda.h in {' and '.join(map(str, places))}); install that "
+        f"of CUDA {torch.version.cuda}, or name its folder in CUDA_HOME. Only building needs it, running does not."
+    )
+
+
 def compile_step(
     program: ExportedProgram,
     path: Path,
@@ -195,6 +209,8 @@ def compile_step(
             "cpp.threads": num_threads,
             "cpp.enable_kernel_profile": True,  # names each call for `yggrt bench --breakdown`; free unobserved
         }
+    else:  # torch 2.11 cannot split the reduction of a single row, and a norm should add up alike at every width
+        options |= {"split_reductions": False}
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a missing CUDA runtime
     cpu_vec_isa.valid_vec_isa_list()  # what is found out of this machine stays in torch's own cache, for the next time
     place_before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")

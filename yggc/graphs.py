@@ -39,25 +39,50 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Attention as two batched products for each KV head: no key is repeated for the heads that share it.
 
+    Written with the views of which torch 2.11 can tell that they hold for every W and S.
+
     query: [1, heads, W, dim]; key, value: [1, kv_heads, S, dim]; mask: additive [1, 1, W, S].
     Returns [1, heads, W, value dim].
     """
     heads, width, dim = query.shape[1:]
-    kv_heads, extent = key.shape[1:3]
-    grouped = query.reshape(kv_heads, heads // kv_heads * width, dim)
+    kv_heads = key.shape[1]
+    sharing = heads // kv_heads
+    grouped = query.reshape(kv_heads, sharing * width, dim)
     scores = torch.bmm(grouped, key[0].transpose(1, 2)).float() * (dim**-0.5 if scale is None else scale)
-    scores = scores.view(kv_heads, heads // kv_heads, width, extent)
     if mask is not None:
-        scores = scores + mask[0]
-    shares = torch.softmax(scores, dim=-1).to(value.dtype).view(kv_heads, -1, extent)
-    return torch.bmm(shares, value[0]).view(1, heads, width, value.shape[3])
+        scores = scores + mask[0, 0].repeat(sharing, 1)
+    shares = torch.softmax(scores, dim=-1).to(value.dtype)
+    rows = torch.bmm(shares, value[0]).unflatten(1, (sharing, width)).permute(2, 0, 1, 3).contiguous()
+    return rows.flatten(1, 2).transpose(0, 1).unsqueeze(0)
+
+
+SORTED_TOGETHER = 512
+"""Columns of a block: the most that torch's compiler sorts in one kernel for a GPU."""
 
 
 def best_children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """What the operator `children` gives, in torch's own operators; among equals any column may come first."""
+    """What the operator `children` gives, in torch's own operators; among equals the first column comes first."""
     logits = torch.nan_to_num(logits.float(), nan=-HUGE_LOGIT, posinf=HUGE_LOGIT, neginf=-HUGE_LOGIT)
-    best, columns = torch.topk(logits, count, dim=-1)
+    best, columns = largest(logits, count)
     return columns, best - torch.logsumexp(logits, dim=-1, keepdim=True)
+
+
+def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row and their columns, in order.
+
+    The largest of every block, then of those: a few launches, where `topk` over a vocabulary is dozens.
+    values: [R, N], finite; count: at most N and half of SORTED_TOGETHER. Returns [R, count] and int64[R, count].
+    """
+    columns = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    while values.shape[1] > SORTED_TOGETHER:
+        padding = -values.shape[1] % SORTED_TOGETHER
+        blocks = functional.pad(values, (0, padding), value=-torch.inf).unflatten(1, (-1, SORTED_TOGETHER))
+        best, places = torch.sort(blocks, dim=2, descending=True, stable=True)
+        values = best[:, :, :count].flatten(1)
+        columns = functional.pad(columns, (0, padding)).unflatten(1, (-1, SORTED_TOGETHER))
+        columns = columns.gather(2, places[:, :, :count]).flatten(1)
+    best, places = torch.sort(values, dim=1, descending=True, stable=True)
+    return best[:, :count], columns.gather(1, places[:, :count])
 
 
 def largest_first(values: Tensor) -> Tensor:

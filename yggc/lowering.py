@@ -1,7 +1,8 @@
-"""From a traced step to one that calls the CPU kernels: packed weights instead of parameters.
+"""From a traced step to one with fewer and larger products: linears with a common input become one.
 
-Linears with a common input become one product; a matrix that serves both as embedding and as output layer is packed
-once. Invariant: the values computed are those of the traced graph, up to the order of summation.
+For the CPU it then calls our kernels over packed weights instead of parameters, and a matrix that serves both as
+embedding and as output layer is packed once; elsewhere products stay torch's, of matrices laid below one another.
+Invariant: the values computed are those of the traced graph, up to the order of summation.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -38,13 +40,12 @@ class _Product:
     key: tuple[int, bool]
 
 
-class _Packer:
-    """Adds packed matrices to a program as buffers, each group of parameters once."""
+class _Weights:
+    """The parameters of a program, and the buffers that take their place."""
 
-    def __init__(self, program: ExportedProgram, affine: dict[str, AffineWeights], exactly: bool) -> None:
+    def __init__(self, program: ExportedProgram) -> None:
         self.program = program
         self.graph: fx.Graph = program.graph_module.graph
-        self.affine, self.exactly = affine, exactly
         signature = program.graph_signature
         self.targets = {
             spec.arg.name: spec.target
@@ -54,7 +55,6 @@ class _Packer:
         self.names: dict[int, str] = {}  # of parameters, by their memory
         for name, value in sorted(program.state_dict.items(), reverse=True):
             self.names[value.data_ptr()] = name
-        self._packed: dict[tuple[tuple[int, bool], ...], tuple[fx.Node, PackedMatrix]] = {}
 
     def parameter(self, node: object) -> tuple[str, Tensor] | None:
         """Name and value of the parameter that a node stands for."""
@@ -64,16 +64,8 @@ class _Packer:
         value = self.program.state_dict.get(name)
         return None if value is None or value.dim() != 2 or value.dtype not in PACKABLE else (name, value)
 
-    def packed(self, products: list[_Product], prefix: str = "packed_") -> tuple[fx.Node, PackedMatrix]:
-        """The buffer that holds these products' matrices below one another; prefix: of its name, if it is new."""
-        key = tuple(product.key for product in products)
-        if key not in self._packed:
-            matrix = pack(torch.cat([product.matrix for product in products]), _joined(products), self.exactly)
-            name = re.sub(r"\W", "_", f"{prefix}{self.names[key[0][0]]}_{len(key)}")
-            self._packed[key] = (self._add_buffer(name, matrix.data), matrix)
-        return self._packed[key]
-
-    def _add_buffer(self, name: str, value: Tensor) -> fx.Node:
+    def add_buffer(self, name: str, value: Tensor) -> fx.Node:
+        """The placeholder of a new buffer."""
         first = next(node for node in self.graph.nodes if node.op == "placeholder")
         with self.graph.inserting_before(first):
             node = self.graph.placeholder(name)
@@ -83,6 +75,24 @@ class _Packer:
         specs.insert(0, InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True))
         self.program.state_dict[name] = value
         return node
+
+
+class _Packer(_Weights):
+    """Adds packed matrices to a program, each group of parameters once."""
+
+    def __init__(self, program: ExportedProgram, affine: dict[str, AffineWeights], exactly: bool) -> None:
+        super().__init__(program)
+        self.affine, self.exactly = affine, exactly
+        self._packed: dict[tuple[tuple[int, bool], ...], tuple[fx.Node, PackedMatrix]] = {}
+
+    def packed(self, products: list[_Product], prefix: str = "packed_") -> tuple[fx.Node, PackedMatrix]:
+        """The buffer that holds these products' matrices below one another; prefix: of its name, if it is new."""
+        key = tuple(product.key for product in products)
+        if key not in self._packed:
+            matrix = pack(torch.cat([product.matrix for product in products]), _joined(products), self.exactly)
+            name = re.sub(r"\W", "_", f"{prefix}{self.names[key[0][0]]}_{len(key)}")
+            self._packed[key] = (self.add_buffer(name, matrix.data), matrix)
+        return self._packed[key]
 
 
 def _joined(products: list[_Product]) -> AffineWeights | None:
@@ -107,8 +117,9 @@ def lower_to_kernels(
     exactly: whether they must give the parameters' values; where not, the values change a little.
     """
     packer = _Packer(program, affine, exactly)
-    for group in _groups(packer):
-        _replace_products(packer, group)
+    for group in _groups(packer, affine):
+        weights, matrix = packer.packed(group)
+        _replace_products(packer, group, OPERATORS.linear, weights, matrix.rows, int(matrix.format))
     for node in list(packer.graph.nodes):
         if node.target is ATEN.embedding.default:
             _replace_embedding(packer, node)
@@ -120,18 +131,38 @@ def lower_to_kernels(
     return program
 
 
-def _groups(packer: _Packer) -> Iterable[list[_Product]]:
+def merge_products(program: ExportedProgram) -> ExportedProgram:
+    """Make one product of linears with a common input; their parameters become parts of one matrix, in its memory."""
+    weights = _Weights(program)
+    merged: dict[tuple[tuple[int, bool], ...], fx.Node] = {}
+    for group in _groups(weights, {}):
+        if len(group) == 1 or any(turned for _, turned in (product.key for product in group)):
+            continue
+        key = tuple(product.key for product in group)
+        if key not in merged:
+            matrix, name = torch.cat([product.matrix.detach() for product in group]), weights.names[key[0][0]]
+            merged[key] = weights.add_buffer(re.sub(r"\W", "_", f"merged_{name}_{len(key)}"), matrix)
+            for product, part in zip(group, matrix.split([len(each.matrix) for each in group]), strict=True):
+                product.matrix.data = part
+        _replace_products(weights, group, ATEN.linear.default, merged[key])
+    _drop_unread(program)
+    weights.graph.lint()
+    program.graph_module.recompile()
+    return program
+
+
+def _groups(packer: _Weights, affine: dict[str, AffineWeights]) -> Iterable[list[_Product]]:
     """The linears of the graph, those with the same input together where one format holds them all."""
     groups: dict[tuple[fx.Node, str], list[_Product]] = {}
     for node in packer.graph.nodes:
-        product = _product(packer, node)
+        product = _product(packer, node, affine)
         if product is not None:
             kind = "plain" if product.affine is None else f"affine{product.affine.bits}"
             groups.setdefault((product.inputs, kind), []).append(product)
     return groups.values()
 
 
-def _product(packer: _Packer, node: fx.Node) -> _Product | None:
+def _product(packer: _Weights, node: fx.Node, affine: dict[str, AffineWeights]) -> _Product | None:
     """A node as a product with a parameter, or None when it is none: `linear`, or GPT-2's `addmm` with [K, N]."""
     if node.op != "call_function":
         return None
@@ -146,18 +177,18 @@ def _product(packer: _Packer, node: fx.Node) -> _Product | None:
     if found is None or not isinstance(inputs, fx.Node) or inputs.meta["val"].dtype != found[1].dtype:
         return None
     name, value = found
-    levels = None if turned else packer.affine.get(name)
+    levels = None if turned else affine.get(name)
     matrix = value.t() if turned else value
     return _Product(
         node, inputs, bias if isinstance(bias, fx.Node) else None, matrix, levels, (value.data_ptr(), turned)
     )
 
 
-def _replace_products(packer: _Packer, group: list[_Product]) -> None:
-    weights, matrix = packer.packed(group)
+def _replace_products(packer: _Weights, group: list[_Product], operator: Any, *arguments: Any) -> None:
+    """One call of an operator on the group's input and these arguments, in place of its linears."""
     graph, first = packer.graph, group[0]
     with graph.inserting_after(first.inputs if first.inputs.op != "placeholder" else first.node.prev):
-        product = graph.call_function(OPERATORS.linear, (first.inputs, weights, matrix.rows, int(matrix.format)))
+        product = graph.call_function(operator, (first.inputs, *arguments))
     begin = 0
     for part in group:
         end = begin + part.matrix.shape[0]

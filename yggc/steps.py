@@ -32,7 +32,7 @@ from yggc import kernels as kernels_module
 from yggc.checkpoints import Checkpoint, affine_weights, load_model, open_checkpoint
 from yggc.config import COMPILE_OPTIONS, DRAFT_WIDTHS, SIZES, BuildOptions, draft_depths, usable_cores
 from yggc.kernels import TAG, compile_kernels
-from yggc.lowering import lower_to_kernels
+from yggc.lowering import lower_to_kernels, merge_products
 from yggc.packing import AffineWeights, round_to_levels
 from yggc.progress import Progress
 from yggc.self_check import check_compiled, check_module, make_probe
@@ -228,6 +228,8 @@ def compile_steps(
         if step not in missing:
             progress.reused(f"compile {step.role}")
     if missing:
+        if missing[0].device != "cpu":
+            export.find_cuda_toolkit()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         cores = max(2, usable_cores() // CORES_A_COMPILATION) if usable_cores() > 1 else 1
         together = max(1, min(cores, int(memory // PARALLEL_MEMORY_BYTES) + 1, len(missing)))
@@ -323,6 +325,8 @@ def compile_one(wanted: WantedStep, folder: Path, kernels: Path | None) -> None:
                 {f"model.{name}": weights for name, weights in levels.items()},
                 exactly=wanted.model_role == "verify",
             )
+        else:
+            program = merge_products(program)
         export.compile_step(
             program, folder / PACKAGE_FILE, wanted.num_threads, folder / "inductor", device, wanted.compile_options
         )

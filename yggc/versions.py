@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -13,7 +15,7 @@ CHECKED = ("torch", "transformers")
 
 def check_versions() -> None:
     """Raises BuildError where another version is installed: exporting depends on the insides of both."""
-    for line in metadata.requires("yggc") or ():
+    for line in _requirements():
         wanted = Requirement(line)
         if wanted.name in CHECKED:
             found = metadata.version(wanted.name)
@@ -22,3 +24,12 @@ def check_versions() -> None:
                     f"{wanted.name} {found} is installed; {wanted.specifier} is accepted: "
                     f"pip install '{wanted.name}{wanted.specifier}'"
                 )
+
+
+def _requirements() -> list[str]:
+    """Of this package; where it runs from its source tree, uninstalled, what that says."""
+    try:
+        return metadata.requires("yggc") or []
+    except metadata.PackageNotFoundError:
+        project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+        return list(project["dependencies"])

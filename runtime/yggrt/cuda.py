@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -35,6 +36,9 @@ CONSTANT = ("depth_first", "depth_second", "acceptance_table")
 
 ALIGNMENT = 256
 """Bytes; every tensor of a block begins at a multiple of it."""
+
+_CAPTURE = Lock()
+"""torch allows one capture at a time in a process. Other lanes go on running meanwhile."""
 
 
 def unverified(kind: str, sku: str) -> list[str]:
@@ -100,7 +104,7 @@ class CudaDevice:
         """See `Device`."""
         graph = torch.cuda.CUDAGraph()
         self.wait()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _CAPTURE, torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
 

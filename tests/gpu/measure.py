@@ -12,9 +12,12 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,10 +26,21 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from yggc import __version__
-from yggc.export import compile_step, constants, draft_pass, export_step, fused_draft, hidden_size, verify_step
+from yggc.export import (
+    StepModule,
+    compile_step,
+    constants,
+    draft_pass,
+    export_step,
+    fused_draft,
+    hidden_size,
+    verify_step,
+)
+from yggc.lowering import merge_products
 from yggc.profile import time_in_turns
 from yggc.steps import step_limits
 from yggrt.artifacts import attention_windows
@@ -58,6 +72,7 @@ DRAFTS = ((8, 2), (8, 4), (4, 8))
 EXTENTS = (256, 1024)
 REPLAYED = Path(__file__).with_name("replayed.json")
 REPEATS = 9
+TOGETHER = 9  # compilations: a verifier's takes 14 GB of the card
 
 
 def make_model(sizes: dict[str, int], device: torch.device) -> LlamaForCausalLM:
@@ -73,7 +88,7 @@ def make_model(sizes: dict[str, int], device: torch.device) -> LlamaForCausalLM:
         torch.set_default_dtype(dtype_before)
 
 
-def make_step(role: str, model: LlamaForCausalLM) -> Any:
+def make_step(role: str, model: LlamaForCausalLM) -> StepModule:
     """The module of a role: verify, verify.wN, draft; draft.WxD drafts D passes of W nodes."""
     limits = step_limits("cuda", CONTEXT, CONTEXT, VOCAB_SIZE)
     if role.startswith("verify"):
@@ -86,16 +101,36 @@ def make_step(role: str, model: LlamaForCausalLM) -> Any:
     return fused_draft(one, width, depth)
 
 
-def compile_apart(role: str, sizes: dict[str, int], path: Path, device: torch.device) -> tuple[str, float, dict]:
-    """In a process of its own. Returns the role, seconds, and the constants that are no weights of the model."""
+def compile_apart(role: str, sizes: dict[str, int], path: Path, device: torch.device) -> float:
+    """In a process of its own. Returns seconds.
+
+    Raises RuntimeError with what went wrong: torch's own errors cannot be sent to another process.
+    """
     started = perf_counter()
     torch.set_num_threads(2)
-    step = make_step(role, make_model(sizes, device))
-    program = export_step(step)
-    named = {name for name, _ in [*step.module.named_parameters(), *step.module.named_buffers()]}
-    others = {name: value.cpu() for name, value in constants(program)[0].items() if name not in named}
-    compile_step(program, path, 1, path.with_suffix(".scratch"), device)
-    return role, perf_counter() - started, others
+    torch._inductor.config.compile_threads = 2  # of each of these processes
+    try:
+        program = export_step(make_step(role, make_model(sizes, device)))
+        compile_step(merge_products(program), path, 1, path.with_suffix(".scratch"), device)
+    except Exception:
+        raise RuntimeError(traceback.format_exc()) from None
+    return perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, its step of any width, and the constants its artifacts use, by name."""
+
+    model: LlamaForCausalLM
+    step: StepModule
+    weights: dict[str, Tensor]
+
+
+def load(role: str, sizes: dict[str, int], device: torch.device) -> Loaded:
+    model = make_model(sizes, device)
+    step = make_step(role, model)
+    tensors, aliases = constants(merge_products(export_step(step)))
+    return Loaded(model, step, tensors | {name: tensors[own] for name, own in aliases.items()})
 
 
 def say(text: str) -> None:
@@ -118,45 +153,46 @@ def main() -> None:
     roles += ["draft", *(f"draft.{width}x{depth}" for width, depth in DRAFTS)]
     figures: dict[str, Any] = {
         "gpu": target.name, "sku": target.sku, "driver": target.driver, "torch": str(torch.__version__),
-        "verifier": sizes["verify"], "drafter": sizes["draft"], "dtype": "bfloat16", "compile_s": {},
+        "verifier": sizes["verify"], "drafter": sizes["draft"], "dtype": "bfloat16", "compile_s": {}, "failed": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="yggc-gpu-") as place:
         packages = {role: Path(place) / f"{role}.pt2" for role in roles}
-        others: dict[str, dict] = {"verify": {}, "draft": {}}
-        with ProcessPoolExecutor(5, multiprocessing.get_context("spawn")) as pool:
-            jobs = [
-                pool.submit(compile_apart, role, sizes[role.split(".")[0]], packages[role], device) for role in roles
-            ]
-            for job in jobs:
-                role, seconds, found = job.result()
-                figures["compile_s"][role] = round(seconds, 1)
-                others[role.split(".")[0]] |= found
-                say(f"compiled {role} in {seconds:.0f} s")
-        measure(figures, packages, others, sizes, target, options)
-    options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        with ProcessPoolExecutor(TOGETHER, multiprocessing.get_context("spawn")) as pool:
+            jobs = {
+                pool.submit(compile_apart, role, sizes[role.split(".")[0]], packages[role], device): role
+                for role in roles
+            }
+            loaded = {role: load(role, sizes[role], device) for role in ("verify", "draft")}
+            say("models are made")
+            for job in as_completed(jobs):
+                if job.exception() is None:
+                    figures["compile_s"][jobs[job]] = round(job.result(), 1)
+                    say(f"compiled {jobs[job]} in {job.result():.0f} s")
+                else:
+                    figures["failed"][jobs[job]] = str(job.exception())
+                    say(f"{jobs[job]} cannot be compiled:\n{job.exception()}")
+        try:
+            if not figures["failed"]:
+                measure(figures, packages, loaded, target, options)
+        finally:  # what was found until something failed is worth having
+            options.json.write_text(json.dumps(figures, indent=1) + "\n")
     say(f"figures are in {options.json}")
+    sys.exit(1 if figures["failed"] else 0)
 
 
-def measure(figures: dict, packages: dict, others: dict, sizes: dict, target: Any, options: Any) -> None:
+def measure(figures: dict, packages: dict, loaded: dict[str, Loaded], target: Any, options: Any) -> None:
     """Load everything into one engine and time it."""
     device = torch.device(target.device)
-    models = {role: make_model(sizes[role], device) for role in ("verify", "draft")}
-    modules = {role: make_step(role, model) for role, model in models.items()}
-    weights = {
-        role: dict(step.module.named_parameters(remove_duplicate=False))
-        | dict(step.module.named_buffers(remove_duplicate=False))
-        | {name: value.to(device) for name, value in others[role].items()}
-        for role, step in modules.items()
-    }
+    models = {role: each.model for role, each in loaded.items()}
     torch.cuda.synchronize()  # the engines' streams wait for nothing but their own
-    limits, layouts = modules["verify"].limits, {role: step.layouts for role, step in modules.items()}
+    limits, layouts = loaded["verify"].step.limits, {role: each.step.layouts for role, each in loaded.items()}
     windows, width = attention_windows(layouts["verify"]), hidden_size(models["verify"])
 
     def engine_of(uses_graphs: bool, draft_width: int) -> Engine:
         loader = StepLoader(target, None, DTYPE, uses_graphs)
 
         def step(role: str, package: str) -> Any:
-            return loader.step(role, packages[package], weights[role.split(".")[0]], limits, windows, width)
+            return loader.step(role, packages[package], loaded[role.split(".")[0]].weights, limits, windows, width)
 
         table = identity_table(limits.num_children, limits.num_knots)
         decoder = Decoder(

@@ -37,12 +37,14 @@ from yggc.export import (
     draft_pass,
     eager_run,
     export_step,
+    find_cuda_toolkit,
     fused_draft,
     nest_inputs,
     verify_step,
 )
 from yggc.graphs import TORCH, best_children, grouped_attention, largest_first, sdpa
 from yggc.kernels import OPERATORS
+from yggc.lowering import merge_products
 from yggc.profile import Timing
 from yggc.progress import Progress
 from yggc.steps import CompiledStep, WantedStep, step_limits
@@ -77,13 +79,17 @@ def test_children_and_order_are_the_kernels():
     logits[1, 7], logits[2, 9], logits[3, 11] = torch.inf, torch.nan, -torch.inf
     for found, expected in zip(best_children(logits, 8), OPERATORS.children(logits, 8), strict=True):
         torch.testing.assert_close(found, expected)
+    logits = torch.randn(3, 20000).round(decimals=1)  # with many equals, across blocks of blocks
+    logits[1] = 0.5
+    for found, expected in zip(best_children(logits, 32), OPERATORS.children(logits, 32), strict=True):
+        torch.testing.assert_close(found, expected)
     values = torch.randn(50).round(decimals=1)
     assert torch.equal(largest_first(values), OPERATORS.order(values))
 
 
 def traced(step: StepModule) -> tuple[StepModule, ExportedProgram]:
-    """A step and its program, in which no operator is ours."""
-    program = export_step(step)
+    """A step and its program as it is compiled for a GPU, in which no operator is ours."""
+    program = merge_products(export_step(step))
     assert not [node for node in program.graph_module.graph.nodes if "yggc" in str(node.target)]
     return step, program
 
@@ -150,6 +156,25 @@ def test_an_engine_over_such_steps_says_what_the_model_says(verifier, kind):
     assert list(engine.generate(prompt, max_new_tokens=40).token_ids) == toy.hf_greedy(verifier, prompt, 40)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_products_of_one_input_are_one_product_in_the_parameters_memory(is_tied):
+    model = toy.make_llama(1, num_hidden_layers=3, tie_word_embeddings=is_tied)
+    num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    one = draft_pass(model, toy.VOCAB_SIZE, LIMITS, operators=TORCH)
+    names = []
+    for step, passes in ((one, 1), (fused_draft(one, SHAPE.draft_width, SHAPE.draft_depth), SHAPE.draft_depth)):
+        _, program = traced(step)
+        linears = [node for node in program.graph_module.graph.nodes if "linear" in str(node.target)]
+        assert len(linears) == passes * (3 * 4 + 1)  # of a layer: q, k and v; o; gate and up; down
+        tensors, aliases = constants(program)
+        names.append({name for name, each in tensors.items() if each.dim() == 2})
+        assert not aliases
+        assert abs(sum(each.numel() * each.element_size() for each in tensors.values()) - num_bytes) <= 0.01 * num_bytes
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in model.parameters()}
+        assert sum(storages.values()) == num_bytes  # the model reads what was merged
+    assert names[0] == names[1]
+
+
 def test_tied_weights_are_kept_once_and_come_back_under_both_names(tmp_path):
     model = toy.make_llama(1, tie_word_embeddings=True)
     unique = {parameter.data_ptr(): parameter.numel() * 4 for parameter in model.parameters()}
@@ -168,10 +193,11 @@ def test_tied_weights_are_kept_once_and_come_back_under_both_names(tmp_path):
 def test_a_compiled_step_of_fixed_width_uses_the_weights_of_the_other(tmp_path):
     """The compiler sees nothing but torch, and the packages nothing but names."""
     model = toy.make_llama(1, tie_word_embeddings=True, num_hidden_layers=1)
-    tensors, aliases = constants(export_step(verify_step(copy.deepcopy(model), toy.VOCAB_SIZE, LIMITS, None, TORCH)))
+    _, program = traced(verify_step(copy.deepcopy(model), toy.VOCAB_SIZE, LIMITS, None, TORCH))
+    tensors, aliases = constants(program)
     save_file(tensors, tmp_path / "weights", aliases)
-    step = verify_step(model, toy.VOCAB_SIZE, LIMITS, 4, TORCH)
-    compile_step(export_step(step), tmp_path / "step.pt2", 1, tmp_path / "scratch", CPU)
+    step, program = traced(verify_step(model, toy.VOCAB_SIZE, LIMITS, 4, TORCH))
+    compile_step(program, tmp_path / "step.pt2", 1, tmp_path / "scratch", CPU)
     run = load_package(tmp_path / "step.pt2", load_weights(tmp_path / "weights"))
     torch.manual_seed(0)
     for extent in (20, LIMITS.kv_rows - 1):
@@ -311,8 +337,24 @@ def test_compile_options_reach_the_compiler(tmp_path, monkeypatch):
         compile_step(None, tmp_path / "step.pt2", 1, tmp_path / "scratch", torch.device("cuda"), name)
     assert [each["max_autotune"] for each in seen] == [False, True, False]
     assert [each.get("coordinate_descent_tuning", False) for each in seen] == [False, False, True]
+    assert not any(each["split_reductions"] for each in seen)  # with them verify.w1 does not compile on torch 2.11
     known = torch._inductor.config.get_config_copy()
     assert {name for each in seen for name in each} <= set(known)
+
+
+def test_a_build_for_a_gpu_without_cudas_headers_is_one_line(tmp_path, monkeypatch):
+    pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
+    monkeypatch.setenv("YGG_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path / "cuda"))
+    drafter, verifier = write_pair(tmp_path)
+    made = build.Build(BuildOptions(str(drafter), str(verifier), target="cuda", compile_options="default"), Progress())
+    with pytest.raises(
+        BuildError, match=r"no CUDA toolkit found .* name its folder in CUDA_HOME. Only building needs it"
+    ):
+        _ = made.compiled
+    (tmp_path / "cuda" / "include").mkdir(parents=True)
+    (tmp_path / "cuda" / "include" / "cuda.h").touch()
+    assert find_cuda_toolkit() == tmp_path / "cuda"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from yggc.kernels import OPERATORS, c_interface, compile_kernels, find_compiler
+from yggc.kernels import OPERATORS, c_interface, compile_kernels, find_compiler, first_error_line
 from yggc.packing import BLOCK, AffineWeights, Format, PackedMatrix, pack, unpack
 from yggrt.artifacts import MASK_VALUE
 from yggrt.errors import BuildError
@@ -131,6 +131,15 @@ def make_levels(kind: Format, rows: int, features: int) -> AffineWeights:
 MATRICES = [(kind, rows, features) for kind in Format for rows, features in ((1, 32), (33, 64), (70, 160))]
 MATRICES += [(kind, 45, features) for kind in PLAIN for features in (1, 100)]
 """Formats with rows that do not fill a panel of 32, and features that do not fill the 64 decoded at a time."""
+
+
+def test_of_a_compilers_output_the_line_that_says_what_is_wrong_is_told():
+    output = "CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nIn file included from x.cpp:1:\n"
+    assert first_error_line(f"{output}m.h:15:10: fatal error: cuda.h: No such file\n  15 | #include") == (
+        "m.h:15:10: fatal error: cuda.h: No such file"
+    )
+    assert first_error_line(output) == "CppCompileError: C++ compile error"
+    assert first_error_line("Killed\n") == "Killed" and first_error_line("") == "no output"
 
 
 @pytest.mark.parametrize("kind, columns, features", MATRICES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -192,4 +193,6 @@ def compile_kernels(path: Path) -> None:
 def first_error_line(text: str) -> str:
     """The line of a compiler's output that says what is wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no output")
+    plain = [line for line in lines if "error" in line.lower()]
+    told = [line for line in plain if re.search(r"\berror: ", line)]
+    return (told or plain or lines or ["no output"])[0]
