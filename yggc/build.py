@@ -112,7 +112,8 @@ class Build:
         with self.progress.stage("inspect", 3):
             pair = inspect_pair(self.drafter, self.verifier)
             place = self.output.resolve().parent
-            preflight(pair, self.options.dtype, place if place.is_dir() else self.cache.root, self.cache.root)
+            place = place if place.is_dir() else self.cache.root
+            preflight(pair, self.options.dtype, place, self.cache.root, self.target.device)
         for checkpoint in (self.drafter, self.verifier):
             remember_source(self.cache.root, checkpoint.fingerprint, checkpoint.source)
         for notice in [*pair.notices, *unverified(self.target.kind, self.target.sku)]:
@@ -428,7 +429,7 @@ class Build:
     @cached_property
     def fused_steps(self) -> tuple[CompiledStep, ...]:
         """The fused draft of the chosen depth, where it has more than one pass; on a GPU of every depth."""
-        policy = self.decision.policy
+        policy = self.settled.policy
         depths = [policy.default_shape.draft_depth] if self.target.kind == "cpu" else policy.draft_depths
         fewest = 2 if self.target.kind == "cpu" else 1
         return self._fused(policy, [depth for depth in depths if depth >= fewest])

@@ -15,7 +15,15 @@ import torch
 from tokenizers import Tokenizer
 
 from yggc.checkpoints import Checkpoint
-from yggc.room import available_disk, available_memory, existing_parent, readable
+from yggc.room import (
+    DEVICE_MEMORY_OF_TOOLS,
+    DEVICE_PER_WEIGHT_BYTE,
+    available_device_memory,
+    available_disk,
+    available_memory,
+    existing_parent,
+    readable,
+)
 from yggrt.errors import BuildError, PairError
 
 PROBE_SEPARATOR = "\n%%\n"
@@ -218,11 +226,11 @@ class Room:
     available: int | None
 
 
-def preflight(pair: PairSpec, dtype: str, bundle: Path, cache: Path) -> tuple[Room, ...]:
+def preflight(pair: PairSpec, dtype: str, bundle: Path, cache: Path, device: str = "cpu") -> tuple[Room, ...]:
     """Checks memory and disk for building the pair, and that both places can be written.
 
     dtype:         torch's name of the one that is built.
-    bundle, cache: folders that the build writes to; they need not exist yet.
+    bundle, cache: folders that the build writes to; they need not exist yet. device: as torch names it.
     Raises BuildError with required and available bytes.
     """
     bytes_per_weight = getattr(torch, dtype).itemsize
@@ -230,6 +238,9 @@ def preflight(pair: PairSpec, dtype: str, bundle: Path, cache: Path) -> tuple[Ro
     # The drafter is compiled while nothing of the verifier is in memory, but both are when they are measured.
     memory = int(max(drafter, verifier) * MEMORY_PER_WEIGHT_BYTE) + min(drafter, verifier) + MEMORY_OF_TOOLS
     rooms = [Room("memory", memory, available_memory())]
+    if device != "cpu":
+        required = int((drafter + verifier) * DEVICE_PER_WEIGHT_BYTE) + DEVICE_MEMORY_OF_TOOLS
+        rooms.append(Room(f"memory of {device}", required, available_device_memory(device)))
     needs = [
         (bundle, int((drafter + verifier) * BUNDLE_PER_WEIGHT_BYTE)),
         (cache, int((drafter + verifier) * CACHE_PER_WEIGHT_BYTE) + DISK_OF_TOOLS),

@@ -4,6 +4,13 @@ import os
 import resource
 from pathlib import Path
 
+import torch
+
+DEVICE_PER_WEIGHT_BYTE = 1.1
+"""On a GPU a model's weights are there once, and a group of them twice while they are laid below one another."""
+DEVICE_MEMORY_OF_TOOLS = 1_500_000_000
+"""Of a GPU: the context, what is computed in, a KV cache of some thousand tokens. An estimate."""
+
 
 def readable(num_bytes: int) -> str:
     """Bytes in decimal units: "1.5 GB"."""
@@ -34,6 +41,12 @@ def available_memory(root: Path = Path("/")) -> int | None:
     limits = [_machine_memory(root), *_group_memory(root), _process_memory(root)]
     known = [limit for limit in limits if limit is not None]
     return max(0, min(known)) if known else None
+
+
+def available_device_memory(device: str) -> int:
+    """Bytes free on a GPU, as torch names it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
 
 
 def _machine_memory(root: Path) -> int | None:

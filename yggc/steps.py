@@ -35,6 +35,7 @@ from yggc.kernels import TAG, compile_kernels
 from yggc.lowering import lower_to_kernels, merge_products
 from yggc.packing import AffineWeights, round_to_levels
 from yggc.progress import Progress
+from yggc.room import DEVICE_MEMORY_OF_TOOLS, DEVICE_PER_WEIGHT_BYTE, available_device_memory
 from yggc.self_check import check_compiled, check_module, make_probe
 from yggc.stage_cache import StageCache
 from yggrt import artifacts
@@ -73,6 +74,7 @@ class WantedStep:
     device:      as torch names it.
     vocabulary:  ids the output layer is cut to; None keeps it whole.
     draft_width: W_d of a fused draft; None for the others, which serve all widths.
+    weight_bytes: of its model, once.  expected_s: seconds it may take.
     compile_options: one of `yggc.config.COMPILE_OPTIONS`.
     """
 
@@ -86,6 +88,7 @@ class WantedStep:
     vocabulary: tuple[int, ...] | None
     draft_width: int | None
     compile_options: str
+    weight_bytes: int
     expected_s: float
     entry: Path
 
@@ -209,9 +212,10 @@ def wanted_step(
         key["compile_options"] = compile_options
     depth = number_of(role, "draft.d") or 0
     layers = checkpoint.config.get_text_config().num_hidden_layers
+    weight_bytes = checkpoint.num_parameters * getattr(torch, options.dtype).itemsize
     return WantedStep(
         role, checkpoint.source, target.device, options.dtype, options.threads, vocab_size, limits, vocabulary,
-        draft_width, compile_options, 25 + 3 * layers + 8 * depth + checkpoint.weight_bytes / 4e7,
+        draft_width, compile_options, weight_bytes, 25 + 3 * layers + 8 * depth + checkpoint.weight_bytes / 4e7,
         cache.entry(role, key),
     )  # fmt: skip
 
@@ -230,15 +234,25 @@ def compile_steps(
     if missing:
         if missing[0].device != "cpu":
             export.find_cuda_toolkit()
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        cores = max(2, usable_cores() // CORES_A_COMPILATION) if usable_cores() > 1 else 1
-        together = max(1, min(cores, int(memory // PARALLEL_MEMORY_BYTES) + 1, len(missing)))
+        together = _num_together(missing)
         seconds = [step.expected_s for step in missing]
         names = " and ".join(dict.fromkeys(step.role for step in missing))
         key = f"compile {names} {missing[0].dtype} {Path(missing[0].source).name}"
         with progress.stage(f"compile {names}", max(*seconds, sum(seconds) / together), key):
             _compile_all(cache, missing, together, kernels)
     return [read_step(step) for step in wanted]
+
+
+def _num_together(steps: Sequence[WantedStep]) -> int:
+    """How many of them to compile at a time."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = max(2, usable_cores() // CORES_A_COMPILATION) if usable_cores() > 1 else 1
+    most = min(cores, int(memory // PARALLEL_MEMORY_BYTES) + 1, len(steps))
+    device = steps[0].device
+    if device != "cpu":
+        each = max(step.weight_bytes for step in steps) * DEVICE_PER_WEIGHT_BYTE + DEVICE_MEMORY_OF_TOOLS
+        most = min(most, int(available_device_memory(device) // each))
+    return max(1, most)
 
 
 def _compile_all(cache: StageCache, steps: Sequence[WantedStep], together: int, kernels: Path | None) -> None:
@@ -334,6 +348,8 @@ def compile_one(wanted: WantedStep, folder: Path, kernels: Path | None) -> None:
             tensors, aliases = export.constants(program)
             save_file(tensors, folder / WEIGHTS_FILE, aliases)
         if wanted.role == "verify":
+            del program, tensors
+            nn.Module.to(model, "meta")  # on a GPU the weights that are read now need its place
             if kernels is not None:
                 load_kernels(kernels)
             weights = load_weights(folder / WEIGHTS_FILE, wanted.device)

@@ -6,6 +6,7 @@ The same values in torch's own operators, traced and, for the CPU in a GPU's ste
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from tests.yggc.test_lowering import (
     verify_arguments,
 )
 from tests.yggrt.test_target import pretend_gpu
-from yggc import build, profile
+from yggc import build, profile, steps
 from yggc.cli import main
 from yggc.config import COMPILE_OPTIONS, DRAFT_WIDTHS, MEASURED, SIZES, BuildOptions
 from yggc.export import (
@@ -284,7 +285,7 @@ def test_each_model_is_compiled_with_the_options_that_ran_one_of_its_steps_faste
     made = build.Build(BuildOptions(str(drafter), str(verifier), target="cuda", compile_options=given), Progress())
     kept = [step.package for step in made.compiled]
     policy = TreePolicy(4, (0, 1, 2, 4), (1, 8), 8, None, TreeShape(4, 4, 8))
-    monkeypatch.setattr(build.Build, "decision", SimpleNamespace(policy=policy))
+    monkeypatch.setattr(build.Build, "settled", SimpleNamespace(policy=policy))
     kept += [step.package for step in made.fused_steps]
     chosen = {each.role: each.compile_options for each in compiler.asked if each.entry / "step.pt2" in kept}
     expected = fastest if given == MEASURED else given
@@ -342,6 +343,21 @@ def test_compile_options_reach_the_compiler(tmp_path, monkeypatch):
     assert {name for each in seen for name in each} <= set(known)
 
 
+def test_as_many_steps_are_compiled_at_a_time_as_the_gpu_has_room_for(tmp_path, monkeypatch):
+    pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
+    monkeypatch.setattr(steps, "usable_cores", lambda: 16)
+    monkeypatch.setattr("os.sysconf", lambda _: 2**20)
+    monkeypatch.setenv("YGG_CACHE", str(tmp_path / "cache"))
+    compiler = PretendCompiler(monkeypatch, "default")
+    options = BuildOptions(*map(str, write_pair(tmp_path)), target="cuda", compile_options="default")
+    _ = build.Build(options, Progress()).compiled
+    wanted = [replace(step, weight_bytes=14 * 10**9) for step in compiler.asked]
+    for free, together in ((10**9, 1), (24 * 10**9, 1), (40 * 10**9, 2), (140 * 10**9, 4)):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, free=free: (free, 2**38))
+        assert steps._num_together(wanted) == together
+    assert steps._num_together([replace(step, device="cpu") for step in wanted]) == 4
+
+
 def test_a_build_for_a_gpu_without_cudas_headers_is_one_line(tmp_path, monkeypatch):
     pretend_gpu(monkeypatch, "NVIDIA H200", 9, 0)
     monkeypatch.setenv("YGG_CACHE", str(tmp_path / "cache"))
@@ -380,8 +396,8 @@ def test_a_build_for_a_gpu_wants_every_width_and_depth_and_no_kernels(tmp_path, 
     assert [step.role for step in made.compiled if step.width is not None] == widths
     assert [step.role for step in made._with_verify(made.drafts[0])] == ["verify", "draft", *widths]
     shape = TreeShape(4, 4, 8)
-    decision = SimpleNamespace(policy=TreePolicy(4, (0, 1, 2, 4), (1, 8), 8, None, shape))
-    monkeypatch.setattr(build.Build, "decision", decision)
+    settled = SimpleNamespace(policy=TreePolicy(4, (0, 1, 2, 4), (1, 8), 8, None, shape))
+    monkeypatch.setattr(build.Build, "settled", settled)  # with the depths that the network may ask for
     assert [step.depth for step in made.fused_steps] == [1, 2, 4]
     asked = compiler.asked
     assert {each.device for each in asked} == {"cuda:0"} and {each.dtype for each in asked} == {"bfloat16"}

@@ -233,6 +233,19 @@ def test_too_little_memory_is_refused_with_both_numbers(
 
 
 @pytest.mark.field(39)
+def test_too_little_memory_of_a_gpu_is_refused_with_both_numbers(
+    spec: PairSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"cuda:1": 1_234_000_000}
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free[device], 2**37))
+    message = r"not enough memory of cuda:1: about 1\.5 GB are required .* 1\.2 GB are available"
+    with pytest.raises(BuildError, match=message):
+        preflight(spec, "float32", tmp_path, tmp_path, "cuda:1")
+    free["cuda:1"] = 2**34
+    assert preflight(spec, "float32", tmp_path, tmp_path, "cuda:1")[1].available == 2**34
+
+
+@pytest.mark.field(39)
 def test_both_models_are_counted(spec: PairSpec, tmp_path: Path) -> None:
     rooms = preflight(spec, "float32", tmp_path, tmp_path)
     weights = 4 * (spec.drafter.num_parameters + spec.verifier.num_parameters)

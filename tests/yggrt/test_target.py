@@ -91,6 +91,7 @@ def pretend_gpu(monkeypatch, name: str, major: int, minor: int) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (2**36, 2**37))
 
 
 @pytest.mark.parametrize(
