@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-matrix field mutants bench floors setup clean
+.PHONY: demo test test-matrix pretend-gpu field mutants bench floors setup clean
 
 demo: setup
 	@$(BIN)/python examples/demo.py
@@ -24,6 +24,14 @@ mutants: setup
 # The tests with the oldest and the newest supported torch and transformers, each in an environment of its own.
 test-matrix: setup
 	@PYTHONPATH=. $(BIN)/python tests/matrix.py
+
+# What is made for a GPU, without one: compiled for an H200, loaded, captured and launched, by torch's own CUDA build over a
+# runtime whose kernels do nothing. Half an hour on two cores.
+pretend-gpu: setup
+	@cuda=$$($(BIN)/python -c 'import torch; print(torch.version.cuda)') && $(BIN)/python -m pip install -q --no-deps \
+		"nvidia-cuda-crt==$$cuda.*" "nvidia-cuda-cccl==$$cuda.*"
+	@mkdir -p gpu-check && PYTHONPATH=.:runtime $(BIN)/python tests/gpu/pretend/run.py \
+		$(BIN)/python tests/gpu/measure.py --small --json gpu-check/figures.json --plans gpu-check/plans
 
 # Plain against speculative on 60 bench prompts, 10 of each Spec-Bench group; PROMPTS names the file. Fails when the
 # median speed-up is below the floor.

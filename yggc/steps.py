@@ -60,7 +60,7 @@ WEIGHTS_FILE = "weights.safetensors"
 RECORD_FILE = "step.json"
 PARALLEL_MEMORY_BYTES = 12e9
 """Of memory for every compilation beside the first."""
-CORES_A_COMPILATION = 4
+CORES_A_COMPILATION = 2
 """Where there are many; on few cores two still help each other."""
 
 SOURCES = (graphs, export, lowering, packing, kernels_module, self_check, artifacts)

@@ -26,7 +26,8 @@ EXTENT = 256
 REFERENCE_SHAPE = TreeShape(draft_width=8, draft_depth=3, verify_width=8)
 """Timed beside the plan's own shape, so that bundles can be compared."""
 REPEATS = 15
-BANDWIDTH_BYTES = 256 * 1024 * 1024
+BANDWIDTH_BYTES = {"cpu": 2**28, "cuda": 2**32}
+"""Of the buffer that is read: far more than the caches, and long enough for a launch and a wait not to count."""
 LINEAR_CALLS = ("cpu_ygg_linear",)
 ATTENTION_CALLS = ("cpu_ygg_attention",)
 
@@ -89,9 +90,10 @@ def measure(engine: Engine) -> Breakdown:
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second at which all of a device reads its memory: the best of several sums over a large buffer."""
-    buffer = torch.ones(BANDWIDTH_BYTES // 4, device=device)
+    num_bytes = BANDWIDTH_BYTES[device.type]
+    buffer = torch.ones(num_bytes // 4, device=device)
     best = min(_seconds(lambda: buffer.sum().item()) for _ in range(7))
-    return BANDWIDTH_BYTES / best
+    return num_bytes / best
 
 
 @dataclass(frozen=True, slots=True)

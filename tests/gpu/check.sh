@@ -18,9 +18,9 @@ for package in gguf msgpack networkx onnx jinja2 pytest; do
 done
 
 failed=0
-timeout 210 "$PYTHON" -m pytest tests/gpu -q -rs --durations=5 -p no:cacheprovider 2>&1 | tee "$OUT/tests.log"
+timeout 240 "$PYTHON" -m pytest tests/gpu -q -rs --durations=5 -p no:cacheprovider 2>&1 | tee "$OUT/tests.log"
 [ "${PIPESTATUS[0]}" = 0 ] || failed=1
-timeout 260 "$PYTHON" tests/gpu/measure.py --json "$OUT/figures.json" --plans "${PLANS:-plans}" 2>&1 | tee "$OUT/measure.log"
+timeout 235 "$PYTHON" tests/gpu/measure.py --json "$OUT/figures.json" --plans "${PLANS:-plans}" 2>&1 | tee "$OUT/measure.log"
 [ "${PIPESTATUS[0]}" = 0 ] || failed=1
 [ -d "${PLANS:-plans}" ] && cp -r "${PLANS:-plans}"/nvidia-* "$OUT/" 2>/dev/null
 exit $failed

@@ -318,11 +318,10 @@ def write_plan_of(figures: dict, timed: dict, models: dict, target: Any, options
         sku=target.sku, target="cuda", dtype="bfloat16", num_threads=1, max_context=CONTEXT,
         drafter=identity("random-68m-shaped", models["draft"]), verifier=identity("random-7b-shaped", models["verify"]),
         policy=policy, schedule=sequential_schedule(1), schedule_study=None,
-        acceptance_table=identity_table(limits.num_children, limits.num_knots), plain_width=1,
+        acceptance_table=identity_table(limits.num_children, limits.num_knots), copied_log_a=(), plain_width=1,
         draft_graphs=(DraftGraph(shape.draft_depth, True, *[draft_seconds(timed, shape)] * 2),),
         curves=tuple(points), host=HostSeconds(host_s, host_s), token_s=None, depth_network=None, depth_figures=None,
-        sampled=(),
-        calibration=None, prediction=None,
+        sampled=(), calibration=None, prediction=None,
         provenance=Provenance(__version__, str(torch.__version__), datetime.now(UTC).isoformat(timespec="seconds")),
     )  # fmt: skip
     folder = options.plans / target.sku / f"{plan.drafter.name}+{plan.verifier.name}"

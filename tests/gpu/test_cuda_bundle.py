@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,63 +15,60 @@ from transformers import AutoModelForCausalLM
 import yggrt
 from tests import toy
 from tests.yggc.checkpoint_makers import make_tokenizer, write_checkpoint
+from tests.yggrt.test_plan import sample_plan
+from yggc.checkpoints import open_checkpoint
 from yggc.cli import main
+from yggc.steps import step_limits
 from yggrt.engine import SampledMode
 from yggrt.errors import TargetMismatchError
-from yggrt.plan import DraftGraph, TreePolicy, read_plan, write_plan
+from yggrt.plan import DraftGraph, ModelIdentity, Plan, TreePolicy, identity_table, write_plan
 from yggrt.schedule import sequential_schedule
+from yggrt.target import detect_target
 from yggrt.tree import TreeShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DEPTHS = (1, 2, 4, 8)
+CONTEXT = 512
 NEAR_TIE = 1e-3
 """Top-2 gap under which texts may part: a GPU adds up in another order at every width."""
 
 
+def make_plan(drafter: Path, verifier: Path) -> Plan:
+    """Trees of width 4 in fused drafts of all depths; nothing of it is measured, so that minutes go to the tests."""
+    models = {}
+    for role, source in (("drafter", drafter), ("verifier", verifier)):
+        checkpoint = open_checkpoint(str(source))
+        config = checkpoint.config
+        models[role] = ModelIdentity(
+            source.name, config.model_type, checkpoint.fingerprint, "float32", config.vocab_size, checkpoint.context,
+            config.num_hidden_layers, config.hidden_size, config.num_key_value_heads, config.head_dim,
+        )  # fmt: skip
+    limits = step_limits("cuda", CONTEXT, CONTEXT, models["drafter"].vocab_size)
+    widest = TreeShape(4, max(DEPTHS), 32)
+    return replace(
+        sample_plan(), sku=detect_target("cuda").sku, target="cuda", dtype="float32", num_threads=1,
+        max_context=CONTEXT, **models, draft_graphs=tuple(DraftGraph(depth, True, 0.002, 0.001) for depth in DEPTHS),
+        policy=TreePolicy(4, (0, *DEPTHS), (1, 2, 4, 8, 16, 32), limits.num_children, None, widest),
+        acceptance_table=identity_table(limits.num_children, limits.num_knots), plain_width=1, token_s=None,
+        depth_network=None, depth_figures=None, sampled=(), calibration=None, prediction=None,
+        schedule=sequential_schedule(1), schedule_study=None,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """(bundle, folder of the verifier): built by a search, then again with fused drafts of all depths."""
+    """(bundle, folder of the verifier)."""
     folder = tmp_path_factory.mktemp("gpu")
     tokenizer = make_tokenizer()
     verifier = toy.make_llama(0, vocab_size=tokenizer.get_vocab_size() + 4)
     write_checkpoint(folder / "verifier", verifier, tokenizer)
     write_checkpoint(folder / "drafter", toy.make_drafter("sometimes", verifier), tokenizer)
-    prompts = folder / "prompts.jsonl"
-    texts = (
-        "the world tree",
-        "a small model drafts",
-        "def add(a, b):",
-        "one two three",
-        "the verifier decides",
-        "a b c",
-    )
-    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
-    arguments = [
-        "build",
-        "--compile-options",
-        "default",
-        "--drafter",
-        str(folder / "drafter"),
-        "--verifier",
-        str(folder / "verifier"),
-    ]
-    arguments += ["--target", "cuda:0"]
-    searched, bundle, plan_file = folder / "searched.bundle", folder / "fused.bundle", folder / "fused.ygg"
-    assert main([*arguments, "-o", str(searched), "--dtype", "float32", "--prompts", str(prompts)]) == 0
-    plan = read_plan(searched / "plan.ygg")
-    children = plan.acceptance_table.num_ranks
-    policy = TreePolicy(
-        4, (0, *DEPTHS), (1, 2, 4, 8, 16, 32), children, plan.policy.draft_vocabulary, TreeShape(4, 8, 32)
-    )
-    graphs = tuple(DraftGraph(depth, True, 0.002, 0.001) for depth in DEPTHS)
-    plan = replace(
-        plan, policy=policy, draft_graphs=graphs, token_s=None, depth_network=None, depth_figures=None, sampled=(),
-        prediction=None, schedule=sequential_schedule(plan.num_threads), schedule_study=None,
-    )  # fmt: skip
-    write_plan(plan_file, plan)
-    assert main([*arguments, "-o", str(bundle), "--plan", str(plan_file)]) == 0
-    return bundle, folder / "verifier"
+    write_plan(folder / "plan.ygg", make_plan(folder / "drafter", folder / "verifier"))
+    arguments = ["--drafter", str(folder / "drafter"), "--verifier", str(folder / "verifier"), "--target", "cuda:0"]
+    arguments += ["--compile-options", "default", "--plan", str(folder / "plan.ygg")]
+    assert main(["build", *arguments, "-o", str(folder / "toy.bundle")]) == 0
+    return folder / "toy.bundle", folder / "verifier"
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["graphs", "no graphs"])

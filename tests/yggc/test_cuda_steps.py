@@ -352,10 +352,10 @@ def test_as_many_steps_are_compiled_at_a_time_as_the_gpu_has_room_for(tmp_path, 
     options = BuildOptions(*map(str, write_pair(tmp_path)), target="cuda", compile_options="default")
     _ = build.Build(options, Progress()).compiled
     wanted = [replace(step, weight_bytes=14 * 10**9) for step in compiler.asked]
-    for free, together in ((10**9, 1), (24 * 10**9, 1), (40 * 10**9, 2), (140 * 10**9, 4)):
+    for free, together in ((10**9, 1), (24 * 10**9, 1), (40 * 10**9, 2), (200 * 10**9, 8)):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, free=free: (free, 2**38))
         assert steps._num_together(wanted) == together
-    assert steps._num_together([replace(step, device="cpu") for step in wanted]) == 4
+    assert steps._num_together([replace(step, device="cpu") for step in wanted]) == 8
 
 
 def test_a_build_for_a_gpu_without_cudas_headers_is_one_line(tmp_path, monkeypatch):
