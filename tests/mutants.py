@@ -95,9 +95,30 @@ MUTANTS = (
     Mutant(
         "rows of one KV head's queries are mixed up in attention by groups",
         "yggc/graphs.py",
-        "    grouped = query.reshape(kv_heads, heads // kv_heads * width, dim)\n",
-        "    grouped = query.transpose(1, 2).reshape(kv_heads, heads // kv_heads * width, dim)\n",
+        "    grouped = query.reshape(kv_heads, sharing * width, dim)\n",
+        "    grouped = query.transpose(1, 2).reshape(kv_heads, sharing * width, dim)\n",
         "tests/yggc/test_cuda_steps.py::test_attention_by_groups_is_attention",
+    ),
+    Mutant(
+        "columns of a block are taken for those of the vocabulary in a GPU's search for the best children",
+        "yggc/graphs.py",
+        "        columns = columns.gather(2, places[:, :, :count]).flatten(1)\n",
+        "        columns = places[:, :, :count].flatten(1)\n",
+        "tests/yggc/test_cuda_steps.py::test_children_and_order_are_the_kernels",
+    ),
+    Mutant(
+        "products that were made one leave the parameters in memory beside them",
+        "yggc/lowering.py",
+        "                product.matrix.data = part\n",
+        "                pass\n",
+        "tests/yggc/test_cuda_steps.py::test_products_of_one_input_are_one_product_in_the_parameters_memory",
+    ),
+    Mutant(
+        "more steps are compiled at a time than a GPU has room for",
+        "yggc/steps.py",
+        "        most = min(most, int(available_device_memory(device) // each))\n",
+        "        pass\n",
+        "tests/yggc/test_cuda_steps.py::test_as_many_steps_are_compiled_at_a_time_as_the_gpu_has_room_for",
     ),
     Mutant(
         "only an iteration's last token is looked at for the end of the text",
