@@ -17,10 +17,10 @@ for package in gguf msgpack networkx onnx jinja2 pytest; do
         "$package" || { echo "$package is missing: put its wheel into ${WHEELS:-wheels}/"; exit 1; }
 done
 
-failed=0
-timeout 240 "$PYTHON" -m pytest tests/gpu -q -rs --durations=5 -p no:cacheprovider 2>&1 | tee "$OUT/tests.log"
+failed=0  # what is interrupted still says what it found
+timeout -s INT -k 5 235 "$PYTHON" -m pytest tests/gpu -q -rs --durations=5 -p no:cacheprovider 2>&1 | tee "$OUT/tests.log"
 [ "${PIPESTATUS[0]}" = 0 ] || failed=1
-timeout 235 "$PYTHON" tests/gpu/measure.py --json "$OUT/figures.json" --plans "${PLANS:-plans}" 2>&1 | tee "$OUT/measure.log"
+timeout -s INT -k 5 230 "$PYTHON" tests/gpu/measure.py --json "$OUT/figures.json" --plans "${PLANS:-plans}" 2>&1 | tee "$OUT/measure.log"
 [ "${PIPESTATUS[0]}" = 0 ] || failed=1
 [ -d "${PLANS:-plans}" ] && cp -r "${PLANS:-plans}"/nvidia-* "$OUT/" 2>/dev/null
 exit $failed
