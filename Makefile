@@ -26,7 +26,7 @@ test-matrix: setup
 	@PYTHONPATH=. $(BIN)/python tests/matrix.py
 
 # What is made for a GPU, without one: compiled for an H200, loaded, captured and launched, by torch's own CUDA build over a
-# runtime whose kernels do nothing. Half an hour on two cores.
+# runtime whose kernels do nothing. Ten minutes on two cores.
 pretend-gpu: setup
 	@cuda=$$($(BIN)/python -c 'import torch; print(torch.version.cuda)') && $(BIN)/python -m pip install -q --no-deps \
 		"nvidia-cuda-crt==$$cuda.*" "nvidia-cuda-cccl==$$cuda.*"

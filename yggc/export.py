@@ -172,17 +172,19 @@ INDUCTOR_OPTIONS: dict[str, dict[str, Any]] = {
 """By the names of `yggc.config.COMPILE_OPTIONS`. CUDA graphs are captured by the runtime, never by the compiler."""
 
 
-def find_cuda_toolkit() -> Path:
-    """The folder of NVIDIA's CUDA toolkit, as torch finds it. Raises BuildError when there is none."""
-    from torch.utils import cpp_extension  # which looks for it, and warns, when it is imported
+def find_cuda_headers() -> Path:
+    """The folder of NVIDIA's CUDA headers, as torch and the compiler find it. Raises BuildError when there is none."""
+    from torch.utils import cpp_extension  # which looks for the toolkit, and warns, when it is imported
 
-    places = [Path(place) for place in (cpp_extension.CUDA_HOME, "/usr") if place]
-    for place in places:
-        if (place / "include" / "cuda.h").is_file():
-            return place
+    folders = [str(Path(home) / "include") for home in (cpp_extension.CUDA_HOME, "/usr") if home]
+    for name in ("CUDA_INC_PATH", "CPATH", "CPLUS_INCLUDE_PATH"):
+        folders += os.environ.get(name, "").split(os.pathsep)
+    for folder in filter(None, folders):
+        if (Path(folder) / "cuda.h").is_file():
+            return Path(folder)
     raise BuildError(
-        f"no CUDA toolkit found (looked for include/cuda.h in {' and '.join(map(str, places))}); install that "
-        f"of CUDA {torch.version.cuda}, or name its folder in CUDA_HOME. Only building needs it, running does not."
+        f"no CUDA toolkit found (looked for cuda.h in {', '.join(filter(None, folders))}); install that of CUDA "
+        f"{torch.version.cuda}, or name its folder in CUDA_HOME. Only building needs it, running does not."
     )
 
 

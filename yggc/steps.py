@@ -233,7 +233,7 @@ def compile_steps(
             progress.reused(f"compile {step.role}")
     if missing:
         if missing[0].device != "cpu":
-            export.find_cuda_toolkit()
+            export.find_cuda_headers()
         together = _num_together(missing)
         seconds = [step.expected_s for step in missing]
         names = " and ".join(dict.fromkeys(step.role for step in missing))

@@ -38,7 +38,7 @@ from yggc.export import (
     draft_pass,
     eager_run,
     export_step,
-    find_cuda_toolkit,
+    find_cuda_headers,
     fused_draft,
     nest_inputs,
     verify_step,
@@ -370,7 +370,7 @@ def test_a_build_for_a_gpu_without_cudas_headers_is_one_line(tmp_path, monkeypat
         _ = made.compiled
     (tmp_path / "cuda" / "include").mkdir(parents=True)
     (tmp_path / "cuda" / "include" / "cuda.h").touch()
-    assert find_cuda_toolkit() == tmp_path / "cuda"
+    assert find_cuda_headers() == tmp_path / "cuda" / "include"
 
 
 @pytest.mark.parametrize(
