@@ -170,7 +170,7 @@ CALL cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { return *can = 0, 
 CALL cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int) { return snprintf(text, size, "0000:00:00.0"), cudaSuccess; }
 CALL cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int) {
   memset(found, 0, sizeof *found);
-  strcpy(found->name, "NVIDIA H200");
+  strcpy(found->name, "NVIDIA pretend H200");  // so that no figure of it passes for a real one
   found->major = attribute(cudaDevAttrComputeCapabilityMajor);
   found->totalGlobalMem = MEMORY;
   found->multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount);
